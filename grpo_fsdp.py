@@ -1,0 +1,594 @@
+"""GRPO: group-relative policy optimisation of a causal LM with plain FSDP2 and an in-process vLLM.
+
+One step, for P prompts of G sampled responses each (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300):
+
+1. rollout    G responses per prompt from the current weights, at temperature T
+2. score      R_i, one number per response
+3. batch      ragged responses -> right-padded [B, R] tensors
+4. no-grad    old log-probs, only if the batch is used for more than one optimizer step; reference log-probs if KL is on
+5. advantages A_i = (R_i - mean_g) / std_g over the group g of the same prompt (sec. 4.1.2)
+6. update     maximise min(r A, clip(r, 1 - low, 1 + high) A) - beta KL per token (eq. 3), r = pi / pi_old
+7. sync       the new weights into vLLM
+8. log, evaluate, save
+
+Departures from the paper:
+
+1. The loss is the mean over all response tokens of the optimizer step, over all ranks; eq. 3 averages inside each
+   response first, so that a token of a long response weighs less.
+2. Two clip bounds (--clip-low, --clip-high; DAPO, arXiv 2503.14476, eq. 10); the paper has one.
+3. The KL term is off by default (paper: beta 0.04), and then no reference model is loaded. Its value follows
+   --kl-estimator (paper: k3, eq. 4); its gradient is that of the reverse KL whichever estimator is shown.
+4. --no-scale-advantages leaves the group's std out (Dr. GRPO, arXiv 2503.20783, listing 1).
+
+    python grpo_fsdp.py                                                   # embedded tiny model and task, CPU or GPU
+    torchrun --nproc-per-node 8 grpo_fsdp.py --model Qwen/Qwen2.5-0.5B-Instruct \
+        --train-files data/gsm8k/train.parquet --val-files data/gsm8k/test.parquet --reward gsm8k       # 8 GPUs
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 grpo_fsdp.py ...  # 2 nodes
+
+Shapes: P prompts on this rank, G responses per prompt, B = P * G responses (prompt-major), R longest response,
+b responses of a micro-batch, N response tokens of a micro-batch. [i, t] speaks of the t-th sampled token of response i.
+"""
+
+import math
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import tyro
+from transformers import AutoTokenizer, GenerationConfig
+
+from hybrid_engine import HybridEngine, Rollout, Sampling, check_tensor_parallel
+from utils import tiny
+from utils.checkpoint import export_hf, load_checkpoint, open_run, save_checkpoint
+from utils.data import PromptData, encode_prompt, find_overlong, overlong_error, step_uids
+from utils.dist import all_gather, broadcast, fail_together, init_distributed, one_line_errors, seed_for, world_mesh
+from utils.metrics import Metrics, Progress, append_jsonl, peak_memory_gib, read_jsonl
+from utils.models import load_config, load_policy
+from utils.packing import mask_from_lengths, pack, pad_rows, plan_micro_batches
+from utils.plot import plot_runs
+from utils.rewards import RewardPool, check_reward
+
+
+@dataclass
+class Args:
+    # ---- run ----
+    run_dir: str = ""
+    """Folder for metrics, checkpoints and curves; empty: runs/grpo_<time>. A used one needs --resume."""
+    seed: int = 1
+    """Seed of everything random: data order, samples, minibatches."""
+    num_steps: int = 0
+    """Training steps (one batch of rollouts each); 0: as many as --num-epochs takes."""
+    num_epochs: int = 1
+    """Passes over the training prompts, when --num-steps is 0."""
+    resume: str = ""
+    """"auto": the newest checkpoint of --run-dir, or a fresh start; or the path of a checkpoints/step_N folder."""
+    save_every: int = 50
+    """Save a checkpoint every so many steps, and at the end; 0: never."""
+    eval_every: int = 10
+    """Evaluate every so many steps, at step 0 and at the end; 0: never."""
+    export_hf: Literal["last", "every", "off"] = "last"
+    """Write a Hugging Face folder (run_dir/hf) at the end, beside every checkpoint, or not."""
+
+    # ---- model ----
+    model: str = "tiny"
+    """Hugging Face name or folder; "tiny": a model and task made on the spot, with its own defaults for other flags."""
+    ref_model: str = ""
+    """Reference of the KL term; empty: the starting model. Loaded only with --kl-coef above 0."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of forward, backward and rollouts; auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32."""
+
+    # ---- data ----
+    train_files: str = ""
+    """Parquet of prompt rows: a path, a glob, or several with commas."""
+    val_files: str = ""
+    """Held-out prompt rows; empty: no evaluation."""
+    max_prompt_len: int = 512
+    """Longest prompt, in tokens; a longer one is an error before anything loads."""
+    max_response_len: int = 512
+    """Longest response, in tokens; generation is cut there."""
+
+    # ---- rollout ----
+    prompts_per_step: int = 64
+    """Prompts per step, over all ranks."""
+    group_size: int = 8
+    """Responses per prompt."""
+    temperature: float = 1.0
+    """Of sampling in training, and of every log-prob; evaluation is greedy."""
+    tensor_parallel_size: int = 1
+    """Ranks that hold one vLLM replica together."""
+    kv_cache_gib: float = 8.0
+    """vLLM's KV cache per rank, in GiB."""
+    max_num_seqs: int = 512
+    """Responses that one vLLM replica generates at the same time."""
+    reward: str = ""
+    """gsm8k, tiny, or path/to/file.py:function; several with weights: gsm8k:1.0,format.py:f:0.2."""
+    reward_timeout_s: float = 10.0
+    """Seconds a reward call may take; a slower one is killed and counted (score 0)."""
+    reward_workers: int = 2
+    """Reward worker processes per rank."""
+
+    # ---- algorithm ----
+    update_epochs: int = 1
+    """Passes over each batch of responses."""
+    minibatch_size: int = 0
+    """Responses per optimizer step, over all ranks; 0: all of the step's."""
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: constant, or cosine to 0 at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    scale_advantages: bool = True
+    """Divide advantages by the group's std."""
+    clip_low: float = 0.2
+    """The ratio's lower clip bound is 1 - this."""
+    clip_high: float = 0.2
+    """The ratio's upper clip bound is 1 + this."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference in the loss; 0: no KL and no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Which sampled-token estimate of the KL enters the loss value and the metrics."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient to this global norm."""
+
+    # ---- systems: never change the numbers ----
+    max_tokens_per_gpu: int = 16384
+    """Packed tokens (prompt + response) of one micro-batch."""
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass."""
+    compile: bool = False
+    """torch.compile each block."""
+    sleep: Literal["none", "kv", "all"] = "none"
+    """What vLLM gives back during the update (CUDA): nothing, its KV cache, or its weights too."""
+
+
+# ---- the algorithm: pure functions, tensors in and out --------------------------------------------------------------
+
+
+def group_advantages(scores_B: torch.Tensor, group_size: int, scale: bool) -> torch.Tensor:
+    """Advantage of each response over its group: (R - mean_g) / std_g, or R - mean_g without `scale`.
+
+    Shapes: [B] prompt-major -> [B] float32.
+    Paper: 2402.03300 sec. 4.1.2; without scale 2503.20783 listing 1.
+    """
+    scores_PG = scores_B.double().view(-1, group_size)
+    centred_PG = scores_PG - scores_PG.mean(-1, keepdim=True)
+    if scale:
+        # DETAIL: sample std (n - 1), because the paper does not say and every code base compared does; two-pass, in
+        # float64. DETAIL: std is floored at 1e-3 instead of adding an epsilon, because a group of nearly equal scores
+        # must not be blown up, and others should not be shrunk.
+        centred_PG = centred_PG / scores_PG.std(-1, keepdim=True).clamp_min(1e-3)
+    return centred_PG.flatten().float()
+
+
+def policy_loss(
+    logprobs_BR: torch.Tensor,
+    old_logprobs_BR: torch.Tensor,
+    advantages_B: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Clipped surrogate loss of each token, its probability ratio, and whether the clip cut its gradient off.
+
+    Shapes: all [B, R] but advantages [B].
+    Paper: 1707.06347 eq. 7 with the bounds of 2503.14476 eq. 10, as a loss.
+    """
+    ratio_BR = (logprobs_BR - old_logprobs_BR).exp()
+    gain_BR = advantages_B[:, None] * ratio_BR
+    clipped_BR = advantages_B[:, None] * ratio_BR.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.minimum(gain_BR, clipped_BR), ratio_BR, clipped_BR < gain_BR
+
+
+def kl_loss(
+    logprobs_BR: torch.Tensor, old_logprobs_BR: torch.Tensor, ref_logprobs_BR: torch.Tensor, estimator: str
+) -> torch.Tensor:
+    """KL(policy || reference) of each sampled token: the estimator's value, the reverse KL's gradient.
+
+    Shapes: all [B, R]. Units: nats per token.
+    Paper: estimators from Schulman's note on approximating KL; gradients 2506.09477, 2510.01555.
+    """
+    d_BR = logprobs_BR - ref_logprobs_BR
+    value_BR = {"k1": d_BR, "k2": d_BR.square() / 2, "k3": (-d_BR).exp() - 1 + d_BR}[estimator].detach()
+    # DETAIL: the gradient is k2's times the detached ratio, because as losses k1 has none on average and k3 follows the
+    # forward KL. The ratio corrects for tokens sampled from the old policy; it is not clipped, because a clipped one
+    # would bias it. DETAIL: per token given its prefix: what a token does to the KL of later positions is left out.
+    ratio_BR = (logprobs_BR - old_logprobs_BR).detach().exp()
+    path_BR = ratio_BR * d_BR.square() / 2
+    return value_BR + path_BR - path_BR.detach()
+
+
+def learning_rate(step: int, num_steps: int, peak: float, schedule: str, warmup_steps: int) -> float:
+    """Learning rate of step 1..num_steps: linear warm-up that peaks at step `warmup_steps`, then the schedule."""
+    # DETAIL: a function of the step, not of the optimizer step, because several of those share one batch of rollouts.
+    if step < warmup_steps:
+        return peak * step / warmup_steps
+    if schedule == "constant":
+        return peak
+    done = (step - warmup_steps) / max(1, num_steps + 1 - warmup_steps)
+    return peak * 0.5 * (1 + math.cos(math.pi * done))
+
+
+# ---- preflight ------------------------------------------------------------------------------------------------------
+
+
+def with_tiny_defaults(args: Args) -> Args:
+    """`--model tiny`: make its model and data, and lay its table of values over the flags still at their default."""
+    made = broadcast(tiny.ensure(Path("runs/.tiny"), args.seed) if torch.distributed.get_rank() == 0 else None)
+    default = {f.name: f.default for f in fields(Args)}
+    laid = {k: v for k, v in {**tiny.DEFAULTS, **made}.items() if k == "model" or getattr(args, k) == default[k]}
+    if torch.distributed.get_rank() == 0:
+        print("--model tiny sets: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in laid.items()))
+    return Args(**{**asdict(args), **{k: str(v) if isinstance(v, Path) else v for k, v in laid.items()}})
+
+
+def check_args(args: Args, world_size: int) -> None:
+    """Refuse flags that cannot work, and flags that would have no effect, before anything loads.
+
+    Raises: ValueError with flag, value, rule and a value that works.
+    """
+    default = {f.name: f.default for f in fields(Args)}
+    positive = "prompts_per_step max_prompt_len max_response_len update_epochs max_num_seqs max_tokens_per_gpu"
+    for name in [*positive.split(), "lr", "temperature", "kv_cache_gib", "reward_timeout_s", "max_grad_norm"]:
+        value = getattr(args, name)
+        if not (value > 0 and math.isfinite(value)) and (name, value) != ("lr", 0):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be above 0; the default is {default[name]}")
+    not_negative = "num_steps num_epochs save_every eval_every minibatch_size warmup_steps weight_decay kl_coef"
+    for name in [*not_negative.split(), "clip_low", "clip_high"]:
+        if not getattr(args, name) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be below 0")
+    if not args.train_files or not args.reward:
+        flag = "--train-files" if not args.train_files else "--reward"
+        example = "data/gsm8k/train.parquet" if not args.train_files else "gsm8k"
+        raise ValueError(f"{flag}: must be given with --model {args.model}; {flag} {example}, for example")
+    if args.group_size < 2:
+        raise ValueError(
+            f"--group-size {args.group_size}: must be 2 or more, one response has no group to compare with; 8"
+        )
+    if args.prompts_per_step % world_size:
+        lower = args.prompts_per_step // world_size * world_size
+        works = " or ".join(str(v) for v in (lower, lower + world_size) if v)
+        raise ValueError(
+            f"--prompts-per-step {args.prompts_per_step}: must divide by the {world_size} ranks; {works} works"
+        )
+    responses = args.prompts_per_step * args.group_size
+    if args.minibatch_size and responses % args.minibatch_size:
+        works = [v for v in range(1, responses + 1) if responses % v == 0]
+        near = min(works, key=lambda v: abs(v - args.minibatch_size))
+        raise ValueError(
+            f"--minibatch-size {args.minibatch_size}: must divide the step's {responses} responses "
+            f"(--prompts-per-step x --group-size); {near} works"
+        )
+    longest = args.max_prompt_len + args.max_response_len
+    if args.max_tokens_per_gpu < longest:
+        raise ValueError(
+            f"--max-tokens-per-gpu {args.max_tokens_per_gpu}: must hold --max-prompt-len + --max-response-len; "
+            f"{longest} works"
+        )
+    for name in ("ref_model", "kl_estimator"):
+        if args.kl_coef == 0 and getattr(args, name) != default[name]:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: has no effect with --kl-coef 0; 0.001 uses it"
+            )
+    if args.resume == "auto" and not args.run_dir:
+        raise ValueError("--resume auto: needs the --run-dir to look in; --run-dir runs/NAME")
+
+
+def load_tokenizer(path: str):
+    """Raises: ValueError when the model comes without a tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--model {path}: has no usable tokenizer; a folder with tokenizer.json works") from error
+
+
+def end_of_sequence_ids(path: str, config, tokenizer) -> list[int]:
+    """All ids that end a response: those of the generation config, else of the model's config, else the tokenizer's."""
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # no generation_config.json
+        ids = None
+    for source in (config, tokenizer):
+        ids = getattr(source, "eos_token_id", None) if ids is None else ids
+    if ids is None:
+        raise ValueError(
+            f"--model {path}: names no eos_token_id, responses could not end; add it to generation_config.json"
+        )
+    return ids if isinstance(ids, list) else [ids]
+
+
+def load_prompts(files: str, flag: str, tokenizer, max_prompt_len: int) -> PromptData:
+    """The rows, once every prompt is known to encode and to fit; each rank checks its share (collective)."""
+    data, error, found = None, None, []
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        data = PromptData(files, flag)
+        found = find_overlong(data, tokenizer, max_prompt_len, (rank, world))
+    except ValueError as caught:
+        error = str(caught)
+    fail_together(error)
+    if overlong := [item for share in all_gather(found) for item in share]:
+        raise ValueError(overlong_error(overlong, len(data), max_prompt_len))
+    return data
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def main(args: Args) -> None:
+    began = time.perf_counter()
+    device = init_distributed()
+    mesh = world_mesh(device)
+    rank, world = mesh.get_rank(), mesh.size()
+    with one_line_errors():
+        if args.model == "tiny":
+            args = with_tiny_defaults(args)
+        check_args(args, world)
+        config = load_config(args.model)
+        check_tensor_parallel(config, args.tensor_parallel_size, world)
+        tokenizer = load_tokenizer(args.model)
+        eos_token_ids = end_of_sequence_ids(args.model, config, tokenizer)
+        data = load_prompts(args.train_files, "--train-files", tokenizer, args.max_prompt_len)
+        val = load_prompts(args.val_files, "--val-files", tokenizer, args.max_prompt_len) if args.val_files else []
+        check_reward(args.reward, data.row(0), args.reward_timeout_s)
+        run_dir = Path(args.run_dir or broadcast(f"runs/grpo_{time.strftime('%Y%m%d_%H%M%S')}"))
+        checkpoint = open_run(str(run_dir), args.resume, asdict(args), __file__)
+
+    num_steps = args.num_steps or math.ceil(args.num_epochs * len(data) / args.prompts_per_step)
+    P, G = args.prompts_per_step // world, args.group_size
+    B, num_responses = P * G, args.prompts_per_step * G
+    minibatch_size = args.minibatch_size or num_responses
+    one_update = args.update_epochs * num_responses == minibatch_size  # the batch is used for one optimizer step
+    dtype = getattr(torch, args.dtype.replace("auto", "bfloat16" if device.type == "cuda" else "float32"))
+    if rank == 0:
+        print(
+            f"{run_dir}: {num_steps} steps of {args.prompts_per_step} prompts x {G} on {world} {device.type} rank(s), "
+            f"{B} responses a rank, {args.update_epochs * num_responses // minibatch_size} optimizer step(s) of "
+            f"{minibatch_size} responses, {len(data)} training and {len(val)} held-out prompts, {dtype}"
+        )
+
+    # vLLM first: it measures free memory, and reseeds the global generators. Its weights are dummies until the sync.
+    engine = HybridEngine(
+        args.model,
+        seed=args.seed,
+        max_model_len=args.max_prompt_len + args.max_response_len,
+        eos_token_ids=eos_token_ids,
+        tensor_parallel_size=args.tensor_parallel_size,
+        max_num_seqs=args.max_num_seqs,
+        kv_cache_gib=args.kv_cache_gib,
+        dtype=dtype,
+        sleep_mode=args.sleep != "none",
+    )
+    policy = load_policy(
+        args.model,
+        mesh,
+        master_dtype=torch.float32,
+        compute_dtype=dtype,
+        activation_checkpointing=args.activation_checkpointing,
+        compile_blocks=args.compile,
+    )
+    reference = None
+    if args.kl_coef:
+        ref_model = args.ref_model or args.model
+        reference = load_policy(ref_model, mesh, master_dtype=dtype, compute_dtype=dtype, trainable=False)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    first_step = 1 + (load_checkpoint(checkpoint, policy, optimizer) if checkpoint else 0)
+    pool = RewardPool(args.reward, args.reward_workers, args.reward_timeout_s)
+    progress = Progress(run_dir.name, first_step - 1, num_steps, show=rank == 0)
+
+    def rollout_and_score(source: PromptData, uids: list[int], n: int, step: int, sampling: Sampling):
+        """Phases 1 and 2: a response goes to the reward workers the moment it ends, while others still generate."""
+        rows = {uid: source.row(uid) for uid in uids}
+        futures: dict[int, Future] = {}
+
+        def submit(rollout: Rollout) -> None:
+            text = tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
+            futures[id(rollout)] = pool.submit(text, rows[rollout.uid])
+
+        prompts = [encode_prompt(tokenizer, rows[uid]["prompt"]) for uid in uids]
+        rollouts = engine.generate(prompts, uids, n=n, step=step, sampling=sampling, on_finish=submit)
+        return rollouts, futures
+
+    def evaluate(step: int, metrics: Metrics) -> None:
+        """Greedy on every held-out prompt, each rank its share; a few whole samples go to rollouts.jsonl."""
+        share = list(range(rank, len(val), world))
+        sampling = Sampling(temperature=0.0, max_tokens=args.max_response_len, logprobs=False)
+        rollouts, futures = rollout_and_score(val, share, 1, step, sampling)
+        scores = [futures[id(r)].result() for r in rollouts]
+        assert sum(all_gather(len(scores))) == len(val), "not every held-out prompt was evaluated"
+        metrics.add("eval/score", sum(s.value for s in scores), len(scores))
+        metrics.add("eval/error_frac", sum(s.error is not None for s in scores), len(scores))
+        metrics.add("eval/response_len", sum(len(r.response_ids) for r in rollouts), len(rollouts))
+        metrics.add("eval/truncated_frac", sum(r.finish_reason == "length" for r in rollouts), len(rollouts))
+        if rank == 0:
+            samples = [
+                {
+                    "step": step,
+                    "uid": r.uid,
+                    "prompt": tokenizer.decode(r.prompt_ids),
+                    "response": tokenizer.decode(r.response_ids),
+                    "score": s.value,
+                    "finish_reason": r.finish_reason,
+                }
+                for r, s in list(zip(rollouts, scores, strict=True))[:8]
+            ]
+            append_jsonl(run_dir / "rollouts.jsonl", *samples)
+
+    def micro_batches(indices: list[int], rollouts: list[Rollout]) -> tuple[list[list[int]], int, int]:
+        """Split this rank's responses; returns the lists, as many on every rank, and the token count over all ranks."""
+        lengths = [len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids) for i in indices]
+        plan = [[indices[j] for j in part] for part in plan_micro_batches(lengths, args.max_tokens_per_gpu)]
+        gathered = all_gather((len(plan), sum(len(rollouts[i].response_ids) for i in indices)))
+        plan += [[]] * (max(count for count, _ in gathered) - len(plan))  # empty ones: FSDP's collectives must match
+        return plan, sum(tokens for _, tokens in gathered)
+
+    def pack_responses(indices: list[int], rollouts: list[Rollout]):
+        return pack([rollouts[i].prompt_ids for i in indices], [rollouts[i].response_ids for i in indices], device)
+
+    @torch.no_grad()
+    def logprobs_of(model: torch.nn.Module, rollouts: list[Rollout], width: int) -> torch.Tensor:
+        """Log-probs of every response under `model`, [B, R]."""
+        out_BR = torch.zeros(len(rollouts), width, device=device)
+        for part in micro_batches(list(range(len(rollouts))), rollouts)[0]:
+            packed = pack_responses(part, rollouts)
+            out_BR[part] = packed.to_padded(model(packed, args.temperature)[0], len(part), width)
+        return out_BR
+
+    metrics = Metrics()
+    with metrics.timed("sync", device):
+        engine.sync_weights(policy)
+    if val and args.eval_every and first_step == 1:
+        evaluate(0, metrics)
+        figures = metrics.reduce()
+        if rank == 0:
+            append_jsonl(run_dir / "metrics.jsonl", {"step": 0, **figures})
+        progress.update(figures, steps=0)
+
+    for step in range(first_step, num_steps + 1):
+        metrics, step_began = Metrics(), time.perf_counter()
+
+        # ---- 1 rollout ----
+        uids = step_uids(len(data), args.seed, step, args.prompts_per_step)[rank * P : (rank + 1) * P]
+        with metrics.timed("rollout", device):
+            sampling = Sampling(args.temperature, args.max_response_len)
+            rollouts, futures = rollout_and_score(data, uids, G, step, sampling)
+            if args.sleep != "none":
+                engine.sleep(args.sleep)
+
+        # ---- 2 score ----
+        with metrics.timed("score", device):
+            scores = [futures[id(r)].result() for r in rollouts]
+        errors = [s for s in scores if s.error is not None]
+        if sum(all_gather(len(errors))) == num_responses:
+            last = next(s.message for s in errors)
+            raise SystemExit(
+                f"error: --reward {args.reward}: failed on all {num_responses} responses of step {step}: {last}"
+            )
+
+        # ---- 3 batch ----
+        lengths_B = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
+        R = int(lengths_B.max())
+        mask_BR = mask_from_lengths(lengths_B, R)
+        rollout_logprobs_BR = pad_rows([r.logprobs for r in rollouts], torch.float32, R).to(device)
+        scores_B = torch.tensor([s.value for s in scores], dtype=torch.float64, device=device)
+
+        # ---- 4 no-grad ----
+        with metrics.timed("nograd", device):
+            # With one optimizer step per batch the policy of the update is the old one: no extra forward.
+            old_logprobs_BR = None if one_update else logprobs_of(policy, rollouts, R)
+            ref_logprobs_BR = logprobs_of(reference, rollouts, R) if reference else None
+
+        # ---- 5 advantages ----
+        # DETAIL: a truncated response keeps its score and its tokens, because the paper masks nothing.
+        advantages_B = group_advantages(scores_B, G, args.scale_advantages)
+
+        # ---- 6 update ----
+        lr = learning_rate(step, num_steps, args.lr, args.lr_schedule, args.warmup_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        with metrics.timed("update", device):
+            for epoch in range(args.update_epochs):
+                # A permutation of the global response indices, the same on every rank; each trains those it holds.
+                order = np.random.default_rng(seed_for("minibatch", args.seed, step, epoch)).permutation(num_responses)
+                for start in range(0, num_responses, minibatch_size):
+                    chosen = order[start : start + minibatch_size]
+                    mine = sorted(int(i) - rank * B for i in chosen if rank * B <= i < (rank + 1) * B)
+                    plan, num_tokens = micro_batches(mine, rollouts)
+                    for k, part in enumerate(plan):
+                        policy.set_requires_gradient_sync(k == len(plan) - 1)
+                        packed = pack_responses(part, rollouts)
+                        logprobs_N, entropy_N = policy(packed, args.temperature)
+                        logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
+                        old_logprobs_bR = logprobs_bR.detach() if one_update else old_logprobs_BR[part]
+                        mask_bR = mask_BR[part]
+                        loss_bR, ratio_bR, clipped_bR = policy_loss(
+                            logprobs_bR, old_logprobs_bR, advantages_B[part], args.clip_low, args.clip_high
+                        )
+                        total_bR = loss_bR
+                        if reference:
+                            kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[part], args.kl_estimator)
+                            total_bR = loss_bR + args.kl_coef * kl_bR
+                            metrics.add(f"policy/ref_kl_{args.kl_estimator}", kl_bR[mask_bR].sum(), mask_bR.sum())
+                        # DETAIL: divided by the token count of the whole optimizer step over all ranks, known before
+                        # the first forward; times the world size, because FSDP averages gradients over ranks.
+                        (total_bR[mask_bR].sum() / num_tokens * world).backward()
+
+                        tokens, ratio_n = len(logprobs_N), ratio_bR.detach()[mask_bR]
+                        metrics.add("policy/loss", loss_bR[mask_bR].sum(), tokens)
+                        metrics.add("policy/clip_frac", clipped_bR[mask_bR].sum(), tokens)
+                        metrics.add("policy/approx_kl", (ratio_n - 1 - ratio_n.log()).sum(), tokens)
+                        metrics.add("policy/entropy", entropy_N.sum(), tokens)
+                        if tokens:
+                            metrics.add("policy/ratio_max", ratio_n.max())
+                        if epoch == 0 and start == 0:  # before the first optimizer step: same weights on both sides
+                            diff_n = (logprobs_bR.detach() - rollout_logprobs_BR[part])[mask_bR].abs()
+                            metrics.add("rollout/logprob_diff_mean", diff_n.sum(), tokens)
+                            if tokens:
+                                metrics.add("rollout/logprob_diff_max", diff_n.max())
+                    # Over DTensors this is the norm of the whole gradient, not of this rank's shards.
+                    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
+                    if not torch.isfinite(norm):
+                        raise SystemExit(
+                            f"error: gradient norm {norm.item()} at step {step}; nothing was updated by it"
+                        )
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                    metrics.add("optim/grad_norm", norm)
+                    metrics.add("optim/num_tokens", num_tokens)
+
+        # ---- 7 weight sync ----
+        with metrics.timed("sync", device):
+            if args.sleep != "none":
+                engine.wake()
+            engine.sync_weights(policy)
+
+        # ---- 8 log, evaluate, save ----
+        scores_PG = scores_B.view(P, G)
+        equal_P = scores_PG.amax(-1) == scores_PG.amin(-1)
+        metrics.add("reward/score", scores_B.sum(), B)
+        metrics.add("reward/score_std", scores_PG.std(-1).sum(), P)
+        metrics.add("reward/zero_std_frac", equal_P.sum(), P)
+        metrics.add("reward/error_frac", len(errors), B)
+        metrics.add("rollout/response_len", lengths_B.sum(), B)
+        metrics.add("rollout/truncated_frac", sum(r.finish_reason == "length" for r in rollouts), B)
+        metrics.add("optim/lr", lr)
+        metrics.add("perf/peak_mem_gib_max", peak_memory_gib(device))
+        seconds = time.perf_counter() - step_began
+        tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
+        metrics.add("perf/tokens_per_s_per_gpu", tokens / seconds)
+        last = step == num_steps
+        if val and args.eval_every and (step % args.eval_every == 0 or last):
+            with metrics.timed("eval", device):
+                evaluate(step, metrics)
+        if args.save_every and (step % args.save_every == 0 or last):
+            with metrics.timed("save", device):
+                saved = save_checkpoint(run_dir, step, policy, optimizer, asdict(args))
+                if args.export_hf == "every":
+                    export_hf(saved / "hf", policy, tokenizer)
+        metrics.add("time/step_s", seconds)
+        figures = metrics.reduce()
+        if rank == 0:
+            append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})
+        progress.update(figures)
+
+    # ---- the end ----
+    progress.close()
+    pool.close()
+    if args.export_hf != "off":
+        export_hf(run_dir / "hf", policy, tokenizer)
+    if rank == 0:
+        curves = plot_runs([run_dir], run_dir / "curves.png")
+        evals = [row["eval/score"] for row in read_jsonl(run_dir / "metrics.jsonl") if "eval/score" in row]
+        word = "accuracy" if args.reward in ("tiny", "gsm8k") else "mean score"
+        change = f"{word} {evals[0]:.2f} -> {evals[-1]:.2f} on {len(val)} held-out prompts, " if evals else ""
+        print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__.splitlines()[0]))

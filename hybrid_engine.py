@@ -1,0 +1,395 @@
+"""Hybrid engine: the training process's own vLLM. FSDP2 shards -> vLLM storage in place, then generation.
+
+    engine = HybridEngine(model_path, tensor_parallel_size=2, max_model_len=1024)   # weights dummy until the first sync
+    report = engine.sync_weights(policy)                # every step: trainer -> engine, prefix cache reset
+    rollouts = engine.generate(prompt_ids, uids, n=8, step=3, sampling=Sampling(temperature=1.0, max_tokens=512))
+    engine.sleep("all"); engine.wake()                  # hand the memory to the update, and take it back
+
+Every call is collective: all ranks make the same calls in the same order. Ranks of one tensor-parallel group are
+consecutive; the groups are independent replicas. Each rank hands in its own prompts and gets its own responses back.
+
+How weights travel: the first sync replays vLLM's own `load_weights` under a dispatch mode that records every copy it
+makes (which slice of which checkpoint tensor goes where). Fusion of q/k/v and gate/up, tensor-parallel slicing and
+vocabulary padding are thereby captured for any dense architecture, with no code per model. Later syncs are one
+all-gather and one foreach copy per FSDP block.
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from utils.dist import seed_for
+from utils.models import hf_name
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy. Cuts (top_p, top_k) are absent on purpose: they bias the ratio by the mass cut off."""
+
+    temperature: float
+    max_tokens: int
+    logprobs: bool = True
+
+
+@dataclass
+class Rollout:
+    """One sampled response. `logprobs` are the engine's, of each sampled token at the sampling temperature, in nats."""
+
+    uid: int
+    sample: int
+    prompt_ids: list[int]
+    response_ids: list[int]  # ends with the end-of-sequence token when finish_reason is "stop"
+    logprobs: list[float]  # as long as response_ids; empty when not asked for
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass
+class SyncReport:
+    """Cost of one weight sync on this rank. Units: seconds; bytes written into the engine."""
+
+    seconds: float
+    reset_seconds: float  # of which: resetting the prefix cache
+    num_bytes: int
+
+
+def check_tensor_parallel(config, tensor_parallel_size: int, world_size: int) -> None:
+    """Refuse a tensor-parallel size that cannot be laid over these ranks or this model.
+
+    Raises: ValueError naming a size that works.
+    """
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+
+    def fits(t):  # kv heads are split, or whole ones replicated
+        return world_size % t == 0 and heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
+
+    if tensor_parallel_size < 1 or not fits(tensor_parallel_size):
+        works = [t for t in range(1, world_size + 1) if fits(t)]
+        raise ValueError(
+            f"--tensor-parallel-size {tensor_parallel_size}: must divide the {world_size} ranks and the model's "
+            f"{heads} attention heads ({kv_heads} key-value heads); {', '.join(map(str, works))} works"
+        )
+
+
+def _import_vllm():
+    """Import vLLM set up for in-process use. What differs between vLLM 0.26 (CUDA) and 0.32 (CPU) is settled here."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if torch.cuda.is_available():
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # its seeded sampling is nearly free; 0.32's default
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            if "expandable_segments:True" in os.environ.get(name, ""):
+                raise ValueError(
+                    f"{name}={os.environ[name]}: vLLM's sleep pool needs expandable_segments off; unset it"
+                )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import vllm
+        from vllm.platforms import current_platform
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    def distributed_args(self):
+        # vLLM names its shared memory after the end of this string; env:// would be the same name for every job.
+        init = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        return init, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+
+    ExecutorWithExternalLauncher._distributed_args = distributed_args
+    if not torch.cuda.is_available():
+        import vllm.model_executor.layers.utils as layer_utils
+
+        def keep_weight(layer, remove_weight):
+            layer.cpu_linear = torch.nn.functional.linear
+
+        # The CPU backend repacks linear weights after loading and drops the original: in-place copies would be lost.
+        layer_utils.dispatch_cpu_unquantized_gemm = keep_weight
+        # The sampler's small kernels would be compiled by the C++ compiler for every new batch shape, seconds each.
+        type(current_platform).simple_compile_backend = "eager"
+    return vllm
+
+
+class _RecordCopies(TorchDispatchMode):
+    """Runs everything as usual and notes the tensors that are copied into or filled."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.fills: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.copies.append((args[0], args[1]))
+        elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+            self.fills.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Unit:
+    """One FSDP module's share of the copy plan: source slices by parameter, and the engine tensors they go to."""
+
+    module: FSDPModule
+    sources: list[tuple[str, torch.Size, tuple[int, ...], int]]  # parameter name, size, stride, offset
+    destinations: list[torch.Tensor]
+
+
+def fsdp_units(policy: nn.Module) -> list[tuple[FSDPModule, dict[str, str]]]:
+    """Each FSDP module with its own parameters, {name in the policy: name inside the module}; the root comes last."""
+    modules = dict(policy.named_modules())
+    owned: dict[str, dict[str, str]] = {}
+    for name, _ in policy.named_parameters():
+        parts = name.split(".")
+        prefixes = (".".join(parts[:k]) for k in range(len(parts) - 1, -1, -1))
+        owner = next(p for p in prefixes if isinstance(modules[p], FSDPModule))
+        owned.setdefault(owner, {})[name] = name.removeprefix(f"{owner}.") if owner else name
+    return [(modules[owner], owned[owner]) for owner in sorted(owned, key=lambda o: (o == "", list(owned).index(o)))]
+
+
+class HybridEngine:
+    """vLLM in this process. Build it before the trainer's model: it measures free memory and reseeds global RNGs."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        seed: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        tensor_parallel_size: int = 1,
+        max_num_seqs: int = 256,
+        kv_cache_gib: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        sleep_mode: bool = False,
+        **vllm_args,
+    ):
+        """
+        Args: seed: of the run, enters every sample's seed. max_model_len: longest prompt + response, in tokens.
+            eos_token_ids: all ids that end a response. vllm_args: handed to `vllm.LLM`, over what is set here.
+        """
+        assert dist.is_initialized(), "HybridEngine needs the process group: call init_distributed() first"
+        self.seed, self.eos_token_ids = seed, list(eos_token_ids)
+        self.on_cuda = torch.cuda.is_available()
+        self.sleep_mode = sleep_mode and self.on_cuda
+        self.synced = False  # weights written since the last wake
+        self._plan: list[_Unit] = []
+        self._planned_for: nn.Module | None = None  # the policy whose FSDP modules the plan names
+        self._asleep: str | None = None
+        rank, size = dist.get_rank(), tensor_parallel_size
+        for first in range(0, dist.get_world_size(), size):  # every rank takes part in making every group
+            group = dist.new_group(list(range(first, first + size)), backend="gloo")
+            if first <= rank < first + size:
+                self.tp_group, self.tp_rank, self.tp_size = group, rank - first, size
+
+        saved_env = os.environ.get("LOCAL_WORLD_SIZE")
+        set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+        self.vllm = _import_vllm()
+        settings = {
+            "model": model_path,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "distributed_executor_backend": "external_launcher",
+            "tensor_parallel_size": size,
+            "dtype": str(dtype).removeprefix("torch."),
+            "seed": 0,  # ranks of a group must agree; samples are seeded one by one
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
+            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature included
+            "disable_log_stats": True,
+            "enforce_eager": not self.on_cuda,
+            "enable_sleep_mode": self.sleep_mode,
+        }
+        if self.on_cuda:
+            settings["max_cudagraph_capture_size"] = max_num_seqs
+        self.llm = self.vllm.LLM(**{**settings, **vllm_args})
+        # vLLM's CPU worker replaces set_num_threads by a no-op and overwrites LOCAL_WORLD_SIZE.
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        if saved_env is None:
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
+        else:
+            os.environ["LOCAL_WORLD_SIZE"] = saved_env
+
+    def model(self) -> nn.Module:
+        """vLLM's own module on this rank, by reference."""
+        return self.llm.apply_model(lambda module: module)[0]
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sync_weights(self, policy: nn.Module) -> SyncReport:
+        """Write the policy's current weights into the engine, in place, and reset its prefix cache.
+
+        One all-gather per FSDP block (in the policy's compute dtype), the next one started ahead, one foreach copy.
+        """
+        assert self._asleep is None, f"sync_weights while asleep ({self._asleep}): call wake() first"
+        start = time.perf_counter()
+        if self._planned_for is not policy:
+            self._plan, self._planned_for = self._record_plan(policy), policy
+        units, num_bytes = self._plan, 0
+        for unit in units:
+            unit.module.reshard()  # one left unsharded by a forward would be copied as it was before the last step
+        units[0].module.unshard(async_op=True)
+        for unit, following in zip(units, [*units[1:], None], strict=True):
+            unit.module.unshard()
+            if following is not None:
+                following.module.unshard(async_op=True)
+            params = dict(unit.module.named_parameters())
+            sources = [
+                params[name].as_strided(size, stride, params[name].storage_offset() + offset)
+                for name, size, stride, offset in unit.sources
+            ]
+            torch._foreach_copy_(unit.destinations, sources)
+            num_bytes += sum(t.nbytes for t in unit.destinations)
+            unit.module.reshard()
+        self._finish_wake()
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        copied = time.perf_counter()
+        # Blocks computed with the old weights would serve new requests: a failed reset must not pass.
+        assert self.llm.reset_prefix_cache(), "vLLM refused to reset its prefix cache: requests are still running"
+        self.synced = True
+        end = time.perf_counter()
+        return SyncReport(end - start, end - copied, num_bytes)
+
+    def _record_plan(self, policy: nn.Module) -> list[_Unit]:
+        """Feed each FSDP module's tensors to vLLM's `load_weights` once and note the copies.
+
+        Raises: RuntimeError when a loader copies from a tensor it made itself, or leaves an engine parameter unwritten.
+        """
+        engine_model, plan, written = self.model(), [], {}
+        for module, names in fsdp_units(policy):
+            module.reshard()
+            module.unshard()
+            params = dict(module.named_parameters())
+            fed = {hf_name(name): params[inner].detach() for name, inner in names.items()}
+            by_storage = {params[i].untyped_storage().data_ptr(): i for i in names.values()}
+            with _RecordCopies() as record:
+                engine_model.load_weights(iter(fed.items()))
+            unit = _Unit(module, [], [])
+            for destination, source in record.copies:
+                inner = by_storage.get(source.untyped_storage().data_ptr())
+                if inner is None:
+                    raise RuntimeError(f"vLLM's loader reworks a tensor of {list(fed)[:3]}...: no in-place plan for it")
+                offset = source.storage_offset() - params[inner].storage_offset()
+                unit.sources.append((inner, source.size(), source.stride(), offset))
+                unit.destinations.append(destination)
+            for tensor in [*unit.destinations, *record.fills]:  # fills: the padding rows of a split vocabulary
+                key = tensor.untyped_storage().data_ptr()
+                written[key] = written.get(key, 0) + tensor.numel()
+            plan.append(unit)
+            module.reshard()
+        for name, param in engine_model.named_parameters():
+            if written.get(param.untyped_storage().data_ptr(), 0) < param.numel():
+                raise RuntimeError(f"engine parameter {name} is not (fully) written by the trainer's weights")
+        return plan
+
+    # ---- generation --------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        uids: Sequence[int],
+        *,
+        n: int,
+        step: int,
+        sampling: Sampling,
+        on_finish: Callable[[Rollout], None] | None = None,
+    ) -> list[Rollout]:
+        """Sample `n` responses to each of this rank's prompts (their number may differ between ranks, or be zero).
+
+        Args: on_finish: called with each of this rank's responses the moment it is complete, others still running.
+        Returns: len(prompt_ids) * n rollouts, prompt-major. Sample i of a prompt depends on (run seed, step, uid, i)
+            and the weights alone, not on rank, world size or tensor-parallel size.
+        """
+        assert self.synced, "generate before sync_weights (since the engine was built or last woken)"
+        assert len(prompt_ids) == len(uids), f"{len(prompt_ids)} prompts but {len(uids)} uids"
+        # Ranks of a tensor-parallel group compute the same forward passes, so each runs the whole group's prompts.
+        shares = [None] * self.tp_size
+        dist.all_gather_object(shares, list(zip(uids, prompt_ids, strict=True)), group=self.tp_group)
+        engine, requests, mine = self.llm.llm_engine, {}, set()
+        for owner, share in enumerate(shares):
+            for uid, ids in share:
+                for sample in range(n):
+                    request_id = str(len(requests))
+                    requests[request_id] = Rollout(uid, sample, list(ids), [], [], "")
+                    if owner == self.tp_rank:
+                        mine.add(request_id)
+                    # n single requests rather than one of n: that one would seed its children seed, seed + 1, ...
+                    params = self._sampling_params(sampling, seed_for("sample", self.seed, step, uid, sample))
+                    engine.add_request(request_id, {"prompt_token_ids": list(ids)}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if not output.finished:
+                    continue
+                rollout, completion = requests[output.request_id], output.outputs[0]
+                rollout.response_ids = list(completion.token_ids)
+                rollout.finish_reason = completion.finish_reason
+                if sampling.logprobs:
+                    rollout.logprobs = list(completion.logprobs.logprobs)
+                    assert len(rollout.logprobs) == len(rollout.response_ids), f"log-probs of prompt {rollout.uid}"
+                if on_finish is not None and output.request_id in mine:
+                    on_finish(rollout)
+        rollouts = [requests[request_id] for request_id in requests if request_id in mine]
+        assert all(r.response_ids for r in rollouts), "vLLM returned an empty response"
+        return rollouts
+
+    def _sampling_params(self, sampling: Sampling, seed: int):
+        return self.vllm.SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            stop_token_ids=self.eos_token_ids,  # the token that stops stays in the response: it is learned too
+            logprobs=0 if sampling.logprobs else None,  # 0: the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+
+    # ---- memory ------------------------------------------------------------------------------------------------
+
+    def sleep(self, what: str) -> None:
+        """Give memory back until `wake`: "kv" the KV cache, "all" the weights too. On CPU it only changes the state.
+
+        Raises: ValueError for anything else.
+        """
+        if what not in ("kv", "all"):
+            raise ValueError(f'sleep("{what}"): must be "kv" or "all"')
+        assert self._asleep is None, f"already asleep ({self._asleep})"
+        if self.on_cuda:
+            assert self.sleep_mode, "sleep() on CUDA needs HybridEngine(sleep_mode=True)"
+            if what == "all":
+                self.llm.sleep(level=2)
+            else:  # level 1 parks the weights on the host; bringing them straight back leaves the KV cache freed
+                self.llm.sleep(level=1)
+                self.llm.wake_up(["weights"])
+        self._asleep, self.synced = what, False
+
+    def wake(self) -> None:
+        """Map the weights again; their contents, and the KV cache, come with the next `sync_weights`."""
+        assert self._asleep is not None, "wake() without sleep()"
+        if self.on_cuda:
+            torch.cuda.empty_cache()
+            if self._asleep == "all":
+                self.llm.wake_up(["weights"])
+        self._asleep, self._kv_asleep = None, True
+
+    _kv_asleep = False
+
+    def _finish_wake(self) -> None:
+        """After the weights are written: the gathered blocks' memory is free again, so the KV cache now fits."""
+        if self._kv_asleep and self.on_cuda:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(["kv_cache"])
+        self._kv_asleep = False
+
+    def close(self) -> None:
+        """Drop the engine and its memory. The object is of no use afterwards."""
+        self._plan, self._planned_for, self.llm, self.synced = [], None, None, False

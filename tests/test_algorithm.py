@@ -1,0 +1,91 @@
+"""GRPO's own functions against numbers worked out by hand, and against exact gradients."""
+
+import pytest
+import torch
+
+from grpo_fsdp import group_advantages, kl_loss, learning_rate, policy_loss
+
+
+def close(tensor, expected, tolerance=1e-5):
+    torch.testing.assert_close(tensor.double(), torch.tensor(expected).double(), atol=tolerance, rtol=0)
+
+
+def test_group_advantages_golden():
+    close(group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, True), [1.5, -0.5, -0.5, -0.5])
+    close(group_advantages(torch.tensor([1.0, 1, 0, 0]), 4, True), [0.86603, 0.86603, -0.86603, -0.86603])
+    close(group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, False), [0.75, -0.25, -0.25, -0.25])
+
+
+def test_groups_do_not_mix_and_are_prompt_major():
+    both = group_advantages(torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0]), 4, True)
+    close(both, [1.5, -0.5, -0.5, -0.5, 0.86603, 0.86603, -0.86603, -0.86603])
+
+
+def test_equal_and_nearly_equal_scores_are_not_blown_up():
+    assert group_advantages(torch.full((8,), 0.7), 4, True).abs().max() == 0
+    # 0.1 + 0.2 - 0.3 style dust: std 2.8e-8 must not turn into advantages of order one
+    dust = torch.tensor([0.3, 0.30000001, 0.3, 0.3], dtype=torch.float64)
+    assert group_advantages(dust, 4, True).abs().max() < 1e-4
+
+
+RATIOS = [[1.1, 1.3, 1, 1], [0.9, 0.7, 1.0, 1.2], [1.0, 1, 1, 1], [1.25, 0.8, 1.0, 1]]
+LENGTHS = [2, 4, 1, 3]
+
+
+@pytest.mark.parametrize("clip_high, first_row", [(0.2, [1.65, 1.8]), (0.28, [1.65, 1.92])])
+def test_clipped_loss_golden(clip_high, first_row):
+    ratio = torch.tensor(RATIOS)
+    advantages = torch.tensor([1.5, -0.5, -0.5, -0.5])
+    loss, got_ratio, _ = policy_loss(ratio.log(), torch.zeros(4, 4), advantages, 0.2, clip_high)
+    close(got_ratio, RATIOS, 1e-6)
+    terms = [(-loss[i, :n]).tolist() for i, n in enumerate(LENGTHS)]
+    expected = [first_row, [-0.45, -0.4, -0.5, -0.6], [-0.5], [-0.625, -0.4, -0.5]]
+    for got, want in zip(terms, expected, strict=True):
+        assert got == pytest.approx(want, abs=1e-5)
+    # divided by the global token count (group 1 of the two-group fixture alone: its own 10 tokens)
+    total = sum(sum(t) for t in terms) / 10
+    assert total == pytest.approx(-0.05250 if clip_high == 0.2 else -0.04050, abs=1e-5)
+
+
+def test_token_mean_over_two_groups_golden():
+    one = group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, True)
+    two = group_advantages(torch.tensor([1.0, 1, 0, 0]), 4, True)
+    first, _, _ = policy_loss(torch.tensor(RATIOS).log(), torch.zeros(4, 4), one, 0.2, 0.2)
+    second, _, _ = policy_loss(torch.tensor([[1.1], [0.95], [1.3], [0.7]]).log(), torch.zeros(4, 1), two, 0.2, 0.2)
+    mask = torch.arange(4) < torch.tensor(LENGTHS)[:, None]
+    assert -(first[mask].sum() + second.sum()).item() / 14 == pytest.approx(-0.04059, abs=1e-5)
+
+
+def test_clipped_tokens_have_no_gradient_and_are_counted():
+    logprobs = torch.tensor([0.5, 1.0, 1.5, 1.5]).log()[:, None].requires_grad_()
+    loss, _, clipped = policy_loss(logprobs, torch.zeros(4, 1), torch.tensor([1.0, -1, 1, -1]), 0.2, 0.2)
+    close(loss[:, 0], [-0.5, 1.0, -1.2, 1.5])
+    loss.sum().backward()
+    close(logprobs.grad[:, 0], [-0.5, 1.0, 0.0, 1.5])
+    assert clipped[:, 0].tolist() == [False, False, True, False]
+
+
+PI, REF = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.25, 0.25, 0.5])
+EXACT_GRADIENT = [0.23757, -0.01071, -0.22686]  # of KL(pi || ref) on pi's logits
+
+
+@pytest.mark.parametrize("estimator, mean", [("k1", 0.21801), ("k2", 0.20906), ("k3", 0.21801)])
+@pytest.mark.parametrize("old", [[0.5, 0.3, 0.2], [0.4, 0.4, 0.2]])
+def test_kl_has_the_estimators_value_and_the_reverse_kls_gradient(estimator, mean, old):
+    """Expectations over the three tokens, taken exactly; off-policy the ratio must correct the gradient."""
+    logits = PI.log().clone().requires_grad_()
+    old = torch.tensor(old)
+    kl = kl_loss(logits.log_softmax(-1)[None], old.log()[None], REF.log()[None], estimator)[0]
+    close((PI * kl.detach()).sum(), mean)  # on-policy weights for the value
+    (old * kl).sum().backward()  # tokens drawn from the old policy
+    close(logits.grad, EXACT_GRADIENT)
+
+
+def test_learning_rate():
+    def rates(schedule, warmup):
+        return [learning_rate(s, 4, 1.0, schedule, warmup) for s in (1, 2, 3, 4)]
+
+    assert rates("constant", 0) == [1, 1, 1, 1]
+    assert rates("constant", 2) == [0.5, 1, 1, 1]
+    assert rates("cosine", 2) == pytest.approx([0.5, 1.0, 0.75, 0.25])
+    assert all(a >= b > 0 for a, b in zip(rates("cosine", 0), rates("cosine", 0)[1:], strict=False))

@@ -1,0 +1,135 @@
+"""What only CUDA shows. On a machine with a GPU: python -m pytest tests/test_cuda_gpu.py"""
+
+import pytest
+import torch
+from conftest import make_model
+from transformers import AutoModelForCausalLM
+
+from hybrid_engine import HybridEngine, Sampling
+from utils.models import hf_name, load_policy
+from utils.packing import pack
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 2048}
+PROMPTS = [list(range(7 * i + 10, 7 * i + 10 + 3 * i + 1)) for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("cuda") / "m", tie=True, **SIZES))
+
+
+@pytest.fixture(scope="module")
+def engine(process_group, path):
+    return HybridEngine(
+        path, seed=1, max_model_len=256, eos_token_ids=[5, 6], kv_cache_gib=1, dtype=torch.bfloat16, max_num_seqs=64,
+        sleep_mode=True,
+    )  # fmt: skip
+
+
+def load(path, mesh, dtype=torch.bfloat16, **options):
+    return load_policy(path, mesh, master_dtype=torch.float32, compute_dtype=dtype, **options)
+
+
+def generate(engine, n=2, temperature=1.0):
+    return engine.generate(PROMPTS, range(len(PROMPTS)), n=n, step=1, sampling=Sampling(temperature, 32))
+
+
+def pack_rollouts(rollouts):
+    return pack([r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts], torch.device("cuda"))
+
+
+def differences(rollouts, policy):
+    with torch.no_grad():
+        trainer = policy(pack_rollouts(rollouts), 1.0)[0]
+    return (trainer - torch.tensor([x for r in rollouts for x in r.logprobs], device="cuda")).abs()
+
+
+@pytest.mark.parametrize("family, window", [("qwen2", None), ("llama", None), ("qwen2", 8)])
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}, {"compile_blocks": True}])
+def test_packed_varlen_is_as_near_to_float32_as_plain_bf16(process_group, tmp_path, family, window, options):
+    sizes = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
+    path = str(make_model(tmp_path / "m", family, tie=False, **{**SIZES, **sizes}))
+    generator = torch.Generator().manual_seed(1)
+    responses = [torch.randint(7, 2048, (int(n),), generator=generator).tolist() for n in range(1, 25)]
+
+    def plain(dtype):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).cuda()
+        parts = []
+        for prompt, response in zip(PROMPTS, responses, strict=True):
+            logits = model(torch.tensor([prompt + response], device="cuda")).logits[0].float().log_softmax(-1)
+            index = torch.arange(len(response), device="cuda") + len(prompt) - 1
+            parts.append(logits[index, torch.tensor(response, device="cuda")])
+        logprobs = torch.cat(parts)
+        logprobs.mean().backward()
+        return logprobs.detach(), {n: p.grad.float() for n, p in model.named_parameters()}
+
+    exact, exact_grads = plain(torch.float32)
+    rough, rough_grads = plain(torch.bfloat16)
+    policy = load(path, process_group, **options)
+    logprobs, _ = policy(pack(PROMPTS, responses, torch.device("cuda")), 1.0)
+    logprobs.mean().backward()
+    grads = {hf_name(n): p.grad.full_tensor() for n, p in policy.named_parameters()}
+    assert (logprobs - exact).abs().mean() < 1.5 * (rough - exact).abs().mean() + 1e-4
+
+    def error(mine):
+        return sum((mine[n] - g).square().sum() for n, g in exact_grads.items()).sqrt()
+
+    norm = sum(g.square().sum() for g in exact_grads.values()).sqrt()
+    assert error(grads) < 1.5 * error(rough_grads) + 1e-3 * norm
+
+
+def test_float32_on_cuda_is_exact(process_group, path):
+    policy = load(path, process_group, torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda()
+    prompt, response = PROMPTS[5], [30, 40, 50]
+    expected = model(torch.tensor([prompt + response], device="cuda")).logits[0].log_softmax(-1)
+    index = torch.arange(3, device="cuda") + len(prompt) - 1
+    got = policy(pack([prompt, PROMPTS[1]], [response, [9]], torch.device("cuda")), 1.0)[0][:3]
+    torch.testing.assert_close(got, expected[index, torch.tensor(response, device="cuda")], atol=1e-3, rtol=0)
+
+
+def test_every_engine_parameter_is_the_trainers_and_logprobs_agree(engine, process_group, path):
+    policy = load(path, process_group)
+    engine.sync_weights(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
+    policy(pack_rollouts(generate(engine)), 1.0)[0].mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.sync_weights(policy)
+    expected = {hf_name(n): p.full_tensor().bfloat16() for n, p in policy.named_parameters()}
+    for name, param in engine.model().named_parameters():
+        if "qkv_proj" in name:
+            want = torch.cat([expected[name.replace("qkv_proj", f"{c}_proj")] for c in "qkv"])
+        elif "gate_up_proj" in name:
+            want = torch.cat([expected[name.replace("gate_up", c)] for c in ("gate", "up")])
+        else:
+            want = expected[name]
+        assert torch.equal(param[: len(want)], want), name
+    diff = differences(generate(engine), policy)
+    assert diff.mean() < 0.02 and diff.max() < 1.0, (diff.mean(), diff.max())
+
+
+def test_same_samples_again_and_other_samples_at_another_step(engine, process_group, path):
+    engine.sync_weights(load(path, process_group))
+    first, again = generate(engine), generate(engine)
+    assert [r.response_ids for r in first] == [r.response_ids for r in again]
+    assert len({tuple(r.response_ids) for r in first}) == len(first)
+
+
+def test_sleep_gives_memory_back_and_wake_and_sync_restore_the_engine(engine, process_group, path):
+    policy = load(path, process_group)
+    engine.sync_weights(policy)
+    before = generate(engine, temperature=0.0)
+    weights = sum(p.nbytes for p in engine.model().parameters())
+    for what, at_least in (("kv", 0.9 * 2**30), ("all", 0.9 * (2**30 + weights))):
+        free = torch.cuda.mem_get_info()[0]
+        engine.sleep(what)
+        assert torch.cuda.mem_get_info()[0] - free > at_least, what
+        engine.wake()
+        with pytest.raises(AssertionError, match="generate before sync_weights"):
+            generate(engine)
+        engine.sync_weights(policy)
+        assert [r.response_ids for r in generate(engine, temperature=0.0)] == [r.response_ids for r in before], what
+        assert differences(generate(engine), policy).mean() < 0.02

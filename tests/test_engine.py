@@ -1,0 +1,215 @@
+"""The hybrid engine on one rank: real vLLM, real FSDP2. One engine serves the whole file."""
+
+import pytest
+import torch
+from conftest import make_model
+from transformers import AutoModelForCausalLM
+
+from hybrid_engine import HybridEngine, Sampling, check_tensor_parallel
+from utils.models import hf_name, load_config, load_policy
+from utils.packing import pack
+
+FLOAT32 = {"master_dtype": torch.float32, "compute_dtype": torch.float32}
+PROMPTS = [[1, 2, 3], [9, 8], [7, 20, 33, 41], [4, 4, 4, 4, 4]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("engine") / "m", tie=True))
+
+
+@pytest.fixture(scope="module")
+def engine(process_group, path):
+    # small blocks: a stale prefix is visible only where a prompt fills whole ones
+    return HybridEngine(path, seed=1, max_model_len=128, eos_token_ids=[5, 6], kv_cache_gib=0.125, block_size=32)
+
+
+@pytest.fixture
+def policy(process_group, path):
+    return load_policy(path, process_group, **FLOAT32)
+
+
+def engine_tensors(engine):
+    """The engine's parameters under Hugging Face names: fused ones taken apart by hand, not by the plan under test."""
+    out = {}
+    for name, param in engine.model().named_parameters():
+        if "qkv_proj" in name:
+            parts = zip("qkv", param.split([128, 64, 64]), strict=True)
+            out.update({name.replace("qkv_proj", f"{c}_proj"): part for c, part in parts})
+        elif "gate_up_proj" in name:
+            out.update(
+                {name.replace("gate_up", c): part for c, part in zip(("gate", "up"), param.chunk(2), strict=True)}
+            )
+        else:
+            out[name] = param
+    return {name: tensor.detach().clone() for name, tensor in out.items()}
+
+
+def trainer_tensors(policy):
+    return {hf_name(name): param.full_tensor().detach().clone() for name, param in policy.named_parameters()}
+
+
+def engine_logprobs(engine, n=2, step=1, temperature=1.0, prompts=PROMPTS):
+    return engine.generate(
+        prompts, list(range(len(prompts))), n=n, step=step, sampling=Sampling(temperature, max_tokens=24)
+    )
+
+
+def largest_difference(rollouts, policy, temperature):
+    packed = pack([r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts], torch.device("cpu"))
+    with torch.no_grad():
+        trainer = policy(packed, temperature)[0]
+    return (trainer - torch.tensor([x for r in rollouts for x in r.logprobs])).abs().max().item()
+
+
+def test_generate_before_the_first_sync_is_an_error(engine):
+    if not engine.synced:  # the first test of the file; meaningless on a rerun of one test after others
+        with pytest.raises(AssertionError, match="generate before sync_weights"):
+            engine_logprobs(engine)
+
+
+def test_after_a_step_and_a_sync_every_engine_parameter_is_the_trainers(engine, policy):
+    engine.sync_weights(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    policy(pack(PROMPTS, [[1, 2]] * 4, torch.device("cpu")), 1.0)[0].sum().backward()
+    optimizer.step()
+    before, trainer = engine_tensors(engine), trainer_tensors(policy)
+    rows = len(trainer["model.embed_tokens.weight"])  # the engine pads the vocabulary
+    before["model.embed_tokens.weight"] = before["model.embed_tokens.weight"][:rows]
+    assert before.keys() == trainer.keys()
+    for name, tensor in trainer.items():
+        assert not torch.equal(before[name], tensor), f"{name} was the trainer's before the sync"
+    report = engine.sync_weights(policy)
+    after = engine_tensors(engine)
+    after["model.embed_tokens.weight"] = after["model.embed_tokens.weight"][:rows]
+    for name, tensor in trainer.items():
+        assert torch.equal(after[name], tensor), f"{name} differs after the sync"
+    assert engine.model().lm_head.weight is engine.model().model.embed_tokens.weight  # tied stays tied
+    assert report.num_bytes == sum(t.nbytes for t in trainer.values()) and 0 < report.reset_seconds < report.seconds
+
+
+def test_sync_writes_the_shards_not_what_a_forward_left_gathered(engine, policy):
+    sharded = list(policy.parameters())  # what an optimizer holds
+    with torch.no_grad():
+        policy(pack(PROMPTS, [[1, 2]] * 4, torch.device("cpu")), 1.0)  # leaves gathered copies behind
+        for param in sharded:
+            param.to_local().add_(0.01)
+    engine.sync_weights(policy)
+    trainer, after = trainer_tensors(policy), engine_tensors(engine)
+    for name, tensor in trainer.items():
+        assert torch.equal(after[name][: len(tensor)], tensor), name
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_engine_logprobs_are_the_trainers(engine, policy, temperature):
+    engine.sync_weights(policy)
+    rollouts = engine_logprobs(engine, temperature=temperature)
+    assert largest_difference(rollouts, policy, temperature) < 1e-4
+
+
+def test_greedy_tokens_are_those_of_transformers(engine, policy, path):
+    engine.sync_weights(policy)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    sampling = Sampling(0.0, max_tokens=24, logprobs=False)
+    for prompt, rollout in zip(
+        PROMPTS, engine.generate(PROMPTS, range(4), n=1, step=0, sampling=sampling), strict=True
+    ):
+        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)
+        assert rollout.response_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_stale_prefixes_do_not_survive_a_sync(engine, policy):
+    """A prompt of three whole cache blocks, before and after the weights change."""
+    prompt = [list(range(20, 120))]
+    engine.sync_weights(policy)
+    engine_logprobs(engine, prompts=prompt)
+    with torch.no_grad():
+        for param in policy.parameters():
+            param.mul_(1.1)
+    engine.sync_weights(policy)
+    assert largest_difference(engine_logprobs(engine, prompts=prompt), policy, 1.0) < 1e-4
+
+
+def test_samples_depend_on_seed_step_uid_and_sample_alone(engine, policy):
+    engine.sync_weights(policy)
+
+    def sample(order, step=1, n=3):
+        sampling = Sampling(1.0, max_tokens=12)
+        rollouts = engine.generate([PROMPTS[i] for i in order], order, n=n, step=step, sampling=sampling)
+        assert [(r.uid, r.sample) for r in rollouts] == [(i, s) for i in order for s in range(n)]  # prompt-major
+        assert all(r.prompt_ids == PROMPTS[r.uid] for r in rollouts)
+        return {(r.uid, r.sample): r.response_ids for r in rollouts}
+
+    first = sample([0, 1, 2, 3])
+    assert len(set(map(tuple, first.values()))) == 12  # no two samples share a seed
+    reordered = sample([3, 1, 0])
+    assert all(reordered[key] == first[key] for key in reordered)
+    assert sample([0, 1, 2, 3], n=1) == {key: ids for key, ids in first.items() if key[1] == 0}
+    assert all(first[key] != ids for key, ids in sample([0, 1, 2, 3], step=2).items())
+    engine.seed, seed = 2, engine.seed
+    assert all(first[key] != ids for key, ids in sample([0, 1, 2, 3]).items())
+    engine.seed = seed
+
+
+def test_every_end_of_sequence_id_ends_a_response_and_stays_in_it(engine, policy):
+    engine.sync_weights(policy)
+    sampling = Sampling(2.0, max_tokens=60)
+    rollouts = engine.generate([[i + 10] for i in range(60)], range(60), n=4, step=1, sampling=sampling)
+    stopped = [r for r in rollouts if r.finish_reason == "stop"]
+    assert {r.response_ids[-1] for r in stopped} == {5, 6}
+    assert all(not {5, 6} & set(r.response_ids[:-1]) for r in rollouts)
+    assert all(len(r.response_ids) == 60 and r.finish_reason == "length" for r in rollouts if r not in stopped)
+    assert all(len(r.logprobs) == len(r.response_ids) for r in rollouts)
+
+
+def test_on_finish_hands_over_each_response_once_and_whole_while_others_run(engine, policy):
+    engine.sync_weights(policy)
+    seen, unfinished = [], []
+
+    def on_finish(rollout):
+        seen.append((rollout.uid, rollout.sample, list(rollout.response_ids)))
+        unfinished.append(engine.llm.llm_engine.get_num_unfinished_requests())
+
+    sampling = Sampling(2.0, max_tokens=60)
+    rollouts = engine.generate(
+        [[i + 10] for i in range(30)], range(30), n=2, step=1, sampling=sampling, on_finish=on_finish
+    )
+    assert sorted(seen) == sorted((r.uid, r.sample, r.response_ids) for r in rollouts)
+    assert max(unfinished) > 0
+
+
+def test_sleep_and_wake(engine, policy):
+    engine.sync_weights(policy)
+    with pytest.raises(ValueError, match="kv"):
+        engine.sleep("weights")
+    with pytest.raises(AssertionError, match="wake"):
+        engine.wake()
+    for what in ("kv", "all"):
+        engine.sleep(what)
+        for call in (lambda: engine_logprobs(engine), lambda: engine.sync_weights(policy), lambda: engine.sleep(what)):
+            with pytest.raises(AssertionError):
+                call()
+        engine.wake()
+        with pytest.raises(AssertionError, match="generate before sync_weights"):
+            engine_logprobs(engine)
+        engine.sync_weights(policy)
+        assert largest_difference(engine_logprobs(engine), policy, 1.0) < 1e-4
+
+
+def test_no_prompts_no_rollouts(engine, policy):
+    engine.sync_weights(policy)
+    assert engine.generate([], [], n=2, step=1, sampling=Sampling(1.0, 4)) == []
+
+
+def test_the_trainers_thread_count_survives_the_engine(engine):
+    torch.set_num_threads(1)
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("size, world, message", [(3, 3, "4 attention heads"), (2, 3, "3 ranks"), (0, 2, "1, 2 works")])
+def test_tensor_parallel_sizes_that_cannot_work(path, size, world, message):
+    with pytest.raises(ValueError, match=message):
+        check_tensor_parallel(load_config(path), size, world)
+    check_tensor_parallel(load_config(path), 4, 8)  # two key-value heads, each held twice

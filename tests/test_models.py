@@ -1,0 +1,103 @@
+"""The packed forward against plain transformers: log-probs, entropy and gradients."""
+
+import pytest
+import torch
+from conftest import make_model
+from transformers import AutoModelForCausalLM
+
+from utils import models
+from utils.models import load_config, load_policy
+from utils.packing import pack
+
+CPU = torch.device("cpu")
+PROMPTS = [[1, 2, 3], [9], list(range(20, 50)), [4, 4]]
+RESPONSES = [[8, 5], [11, 12, 13, 6], [3], [0, 0, 0]]
+WEIGHTS = torch.randn(10, generator=torch.Generator().manual_seed(3))  # a different gradient for every token
+
+
+def plain(path, temperature):
+    """Log-probs and entropies of the response tokens, one unpadded sequence at a time, without any code of ours."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    logprobs, entropies = [], []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        logits = model(torch.tensor([prompt + response])).logits[0] / temperature
+        dist = torch.distributions.Categorical(logits=logits[len(prompt) - 1 : -1])
+        logprobs.append(dist.log_prob(torch.tensor(response)))
+        entropies.append(dist.entropy())
+    return model, torch.cat(logprobs), torch.cat(entropies)
+
+
+@pytest.mark.parametrize(
+    "family, tie, options",
+    [
+        ("qwen2", True, {}),
+        ("qwen2", False, {"activation_checkpointing": True}),
+        ("llama", False, {}),
+        ("sliding", True, {}),
+    ],
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_packed_equals_one_by_one(process_group, tmp_path, monkeypatch, family, tie, options, temperature):
+    monkeypatch.setattr(models, "HEAD_CHUNK", 3)  # several chunks, the last one short
+    sizes = {}
+    if family == "sliding":
+        family, sizes = "qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    path = make_model(tmp_path / "m", family, tie, **sizes)
+    reference, logprobs, entropies = plain(path, temperature)
+    policy = load_policy(str(path), process_group, master_dtype=torch.float32, compute_dtype=torch.float32, **options)
+    got_logprobs, got_entropies = policy(pack(PROMPTS, RESPONSES, CPU), temperature)
+    torch.testing.assert_close(got_logprobs, logprobs, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(got_entropies, entropies, atol=5e-6, rtol=1e-6)
+    assert not got_entropies.requires_grad
+
+    (logprobs * WEIGHTS).sum().backward()
+    (got_logprobs * WEIGHTS).sum().backward()
+    expected = {name: param.grad for name, param in reference.named_parameters()}
+    got = {models.hf_name(name): param.grad.full_tensor() for name, param in policy.named_parameters()}
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(got[name], gradient, atol=2e-5 * scale, rtol=1e-5, msg=name)
+
+
+def test_the_window_of_a_sliding_model_matters(process_group, tmp_path):
+    """The sliding case above would pass with the window ignored if the window never bit: see that it does."""
+    path = make_model(tmp_path / "m", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    with_window = plain(path, 1.0)[1]
+    full = make_model(tmp_path / "full")
+    assert (with_window - plain(full, 1.0)[1]).abs().max() > 1e-3
+
+
+def test_micro_batches_with_gradient_sync_off_add_up(process_group, tmp_path):
+    """Four micro-batches, the second of them empty, give the gradient of one."""
+    path = str(make_model(tmp_path / "m"))
+    dtypes = {"master_dtype": torch.float32, "compute_dtype": torch.float32}
+    gradients = []
+    for parts in ([[0, 1, 2, 3]], [[0, 3], [], [2], [1]]):
+        policy = load_policy(path, process_group, **dtypes)
+        for k, part in enumerate(parts):
+            policy.set_requires_gradient_sync(k == len(parts) - 1)
+            packed = pack([PROMPTS[i] for i in part], [RESPONSES[i] for i in part], CPU)
+            policy(packed, 1.0)[0].sum().backward()
+        gradients.append([p.grad.full_tensor() for p in policy.parameters()])
+    for one, four in zip(*gradients, strict=True):
+        torch.testing.assert_close(four, one, atol=1e-5, rtol=1e-5)
+
+
+def test_refuses_models_it_would_compute_wrongly(tmp_path):
+    with pytest.raises(ValueError, match=r"--model .*nowhere: not a Hugging Face model folder"):
+        load_config(str(tmp_path / "nowhere"))
+    path = make_model(tmp_path / "m", final_logit_softcapping=30.0)
+    with pytest.raises(ValueError, match="final_logit_softcapping"):
+        load_config(str(path))
+
+
+def test_a_folder_whose_weights_do_not_fill_the_model_is_refused(process_group, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = make_model(tmp_path / "m")
+    weights = load_file(path / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="weights missing from the folder.*layers.1.mlp.up_proj"):
+        load_policy(str(path), process_group, master_dtype=torch.float32, compute_dtype=torch.float32)

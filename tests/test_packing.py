@@ -1,0 +1,59 @@
+"""Packing: every sequence once, under the budget; ragged rows survive the way to [B, R] and back."""
+
+import pytest
+import torch
+
+from utils.packing import mask_from_lengths, pack, pad_rows, plan_micro_batches
+
+CPU = torch.device("cpu")
+
+
+def test_pad_and_mask_tell_padding_by_length_not_by_value():
+    rows = [[0, 7, 0], [0], [3, 0]]  # token 0 is both padding and a real token
+    padded_BR = pad_rows(rows, torch.long)
+    mask_BR = mask_from_lengths(torch.tensor([3, 1, 2]), 3)
+    assert padded_BR.tolist() == [[0, 7, 0], [0, 0, 0], [3, 0, 0]]
+    assert mask_BR.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
+
+
+def test_pack_golden():
+    packed = pack([[1, 2], [3]], [[4], [5, 6]], CPU)
+    assert packed.input_ids_T.tolist() == [1, 2, 4, 3, 5, 6]
+    assert packed.position_ids_T.tolist() == [0, 1, 2, 0, 1, 2]
+    assert packed.cu_seqlens.tolist() == [0, 3, 6] and packed.max_seqlen == 3
+    assert packed.predict_N.tolist() == [1, 3, 4]  # the position before each response token
+    assert packed.target_N.tolist() == [4, 5, 6]
+    assert packed.to_padded(torch.tensor([0.1, 0.2, 0.3]), 2, 3).tolist() == [
+        [pytest.approx(0.1), 0, 0],
+        [pytest.approx(0.2), pytest.approx(0.3), 0],
+    ]
+
+
+def test_pack_of_nothing_is_a_row_that_reads_nothing():
+    packed = pack([], [], CPU)
+    assert len(packed.input_ids_T) == 1 and len(packed.target_N) == 0 and packed.cu_seqlens.tolist() == [0, 1]
+    assert packed.to_padded(torch.zeros(0), 0, 5).shape == (0, 5)
+
+
+def test_pack_refuses_empty_sequences():
+    for prompt, response in (([], [1]), ([1], [])):
+        with pytest.raises(AssertionError, match="sequence 0"):
+            pack([prompt], [response], CPU)
+
+
+@pytest.mark.parametrize("budget", [9, 10, 17, 64, 10_000])
+def test_plan_holds_every_sequence_once_under_the_budget(budget):
+    generator = torch.Generator().manual_seed(budget)
+    lengths = torch.randint(1, 10, (57,), generator=generator).tolist()
+    plan = plan_micro_batches(lengths, budget)
+    assert sorted(i for part in plan for i in part) == list(range(57))
+    assert all(sum(lengths[i] for i in part) <= budget for part in plan)
+    loads = [sum(lengths[i] for i in part) for part in plan]
+    if budget >= 64:  # even: no micro-batch is left with a remnant
+        assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_plan_of_nothing_and_of_one_that_does_not_fit():
+    assert plan_micro_batches([], 8) == []
+    with pytest.raises(ValueError, match=r"--max-tokens-per-gpu 8: .* 9 or more"):
+        plan_micro_batches([3, 9], 8)

@@ -1,0 +1,138 @@
+"""The run folder, sharded checkpoints to resume from, and Hugging Face export.
+
+A checkpoint is `checkpoints/step_N/`: torch.distributed.checkpoint shards of model and optimizer, and `state.json`.
+Samples, data order and learning rate are functions of (seed, step), so that is all the state there is. It is written
+aside and renamed whole: a folder named step_N is complete. DCP's metadata is a pickle: load only checkpoints you made.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import init_empty_weights
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from utils.dist import broadcast, fail_together
+from utils.metrics import cut_jsonl
+from utils.models import PolicyModel, hf_name
+
+MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what was trained so far
+    "run_dir", "resume", "num_steps", "num_epochs", "save_every", "eval_every", "export_hf", "max_tokens_per_gpu",
+    "activation_checkpointing", "compile", "sleep", "kv_cache_gib", "max_num_seqs", "tensor_parallel_size",
+    "reward_timeout_s", "reward_workers",
+}  # fmt: skip
+
+
+def open_run(run_dir: str, resume: str, args: dict, script: str) -> Path | None:
+    """Create or re-enter the run folder and record what runs; returns the checkpoint to resume from, if any.
+
+    Writes args.json, command.txt, env.txt and code/. On resume cuts metrics.jsonl and rollouts.jsonl back to the step.
+    Raises: ValueError for a used folder without --resume, a missing checkpoint, or flags that may not change.
+    """
+    run, checkpoint, error = Path(run_dir), None, None
+    if dist.get_rank() == 0:
+        try:
+            checkpoint = _open_run(run, resume, args, script)
+        except (ValueError, OSError) as caught:
+            error = str(caught) if isinstance(caught, ValueError) else f"--run-dir {run_dir}: {caught}"
+    fail_together(error)
+    return broadcast(checkpoint)
+
+
+def _open_run(run: Path, resume: str, args: dict, script: str) -> Path | None:
+    checkpoint = None
+    if resume == "auto":
+        steps = [p for p in run.glob("checkpoints/step_*") if p.name.removeprefix("step_").isdigit()]
+        checkpoint = max(steps, key=lambda p: int(p.name.removeprefix("step_")), default=None)
+    elif resume:
+        checkpoint = Path(resume)
+        if not (checkpoint / "state.json").exists():
+            raise ValueError(
+                f"--resume {resume}: must be a checkpoint folder such as runs/x/checkpoints/step_10, or auto"
+            )
+    elif (run / "metrics.jsonl").exists():
+        raise ValueError(f"--run-dir {run}: holds an earlier run; use --resume auto to continue it, or a new folder")
+    step = 0
+    if checkpoint is not None:
+        state = json.loads((checkpoint / "state.json").read_text())
+        step = state["step"]
+        changed = [k for k, v in state["args"].items() if k in args and args[k] != v and k not in MAY_DIFFER]
+        if changed:
+            k = changed[0]
+            raise ValueError(
+                f"--{k.replace('_', '-')} {args[k]}: differs from the resumed run's {state['args'][k]}; "
+                "use the same value, or start a new run"
+            )
+    run.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        cut_jsonl(run / name, step if checkpoint is not None else -1)
+    (run / "args.json").write_text(json.dumps(args, indent=2) + "\n")
+    with (run / "command.txt").open("a") as file:
+        file.write(" ".join([f"WORLD_SIZE={dist.get_world_size()}", *sys.argv]) + "\n")
+    freeze = subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True)
+    (run / "env.txt").write_text(f"python {sys.version}\n{freeze.stdout}")
+    root = Path(script).resolve().parent
+    code = [Path(script).resolve(), root / "hybrid_engine.py", *sorted((root / "utils").glob("*.py"))]
+    for source in code:
+        target = run / "code" / source.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    return checkpoint
+
+
+def save_checkpoint(run_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, args: dict) -> Path:
+    """Write checkpoints/step_N (collective). A failure on any rank leaves earlier checkpoints as they were."""
+    final = run_dir / "checkpoints" / f"step_{step}"
+    aside = final.with_name(f"{final.name}.tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    dist.barrier()
+    model_state, optim_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=aside)
+    if dist.get_rank() == 0:
+        state = {"step": step, "args": args, "world_size": dist.get_world_size(), "torch": torch.__version__}
+        (aside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(aside, final)
+    dist.barrier()
+    return final
+
+
+def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Fill model and optimizer from a checkpoint, on any number of ranks; returns its step (collective)."""
+    model_state, optim_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optim_state}
+    dcp.load(state, checkpoint_id=checkpoint)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return json.loads((checkpoint / "state.json").read_text())["step"]
+
+
+def export_hf(folder: Path, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` and vLLM load, in the model's dtype (collective)."""
+    full = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        dtype = policy.saved_dtype
+        with init_empty_weights():
+            shell = AutoModelForCausalLM.from_config(policy.lm.config, dtype=dtype)
+        shell.generation_config = policy.lm.generation_config
+        aside = folder.with_name(f"{folder.name}.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        shell.save_pretrained(aside, state_dict={hf_name(k): v.to(dtype) for k, v in full.items()})
+        tokenizer.save_pretrained(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(aside, folder)
+    dist.barrier()

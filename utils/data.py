@@ -1,0 +1,329 @@
+"""Prompts: parquet rows in, prompt token ids out, in an order that resuming can recompute; and the files themselves.
+
+    python -m utils.data gsm8k --out data/gsm8k
+
+writes train.parquet and test.parquet. A row has the columns of verl's files, which run unchanged: `prompt` (a list of
+{role, content}, or a string), and if present `data_source`, `ability`, `reward_model` {style, ground_truth} and
+`extra_info`.
+"""
+
+import bisect
+import glob
+import hashlib
+import json
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from jinja2 import TemplateError
+
+from utils.dist import seed_for
+
+CACHE_BYTES = 512 * 2**20  # row groups kept per process; most prompt sets fit whole
+
+# ---- rows ----
+
+
+def _find_files(files: str | list[str], flag: str) -> list[str]:
+    """Absolute paths, sorted, so that a uid does not depend on how or in which order the files were named."""
+    if isinstance(files, str):
+        files = [files] if os.path.exists(files) else [part.strip() for part in files.split(",")]
+    works = "a path, a glob or several with commas; python -m utils.data gsm8k --out data/gsm8k makes one"
+    found = []
+    for name in map(os.path.expanduser, files):
+        paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+        if not paths:
+            raise ValueError(f"{flag} {name or repr(name)}: no such file, or no file matches; give {works}")
+        for path in paths:
+            if os.path.isdir(path):
+                raise ValueError(f"{flag} {path}: is a folder, and files are wanted; {os.path.join(path, '*.parquet')}")
+        found += [os.path.abspath(path) for path in paths]
+    for path in found:
+        if found.count(path) > 1:
+            raise ValueError(f"{flag}: {path} is named more than once, its rows would count twice; name it once")
+    if not found:
+        raise ValueError(f"{flag}: names no file; give {works}")
+    return sorted(found)
+
+
+def _check_columns(schema: pa.Schema, path: str, flag: str) -> None:
+    types = {field.name: field.type for field in schema}
+
+    def is_text(kind: pa.DataType) -> bool:
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+    def is_messages(kind: pa.DataType) -> bool:
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+            return False
+        fields = {field.name: field.type for field in kind.value_type}
+        return all(name in fields and is_text(fields[name]) for name in ("role", "content"))
+
+    if "prompt" not in types:
+        raise ValueError(f"{flag} {path}: no column `prompt`; its columns are {', '.join(types)}")
+    if not is_text(types["prompt"]) and not is_messages(types["prompt"]):
+        rule = "it must be a string or a list of {role: string, content: string}"
+        raise ValueError(f"{flag} {path}: column `prompt` is {types['prompt']}; {rule}")
+    if "reward_model" in types and not pa.types.is_struct(types["reward_model"]):
+        rule = "it must be a struct {style, ground_truth}"
+        raise ValueError(f"{flag} {path}: column `reward_model` is {types['reward_model']}; {rule}")
+
+
+class PromptData:
+    """The rows of one or many parquet files; `uid` is a row's index over the sorted list of files.
+
+    Construction reads only the files' footers (row counts and columns); rows are read when asked for, by row group.
+
+    Raises: ValueError naming `flag` where a file is missing, not parquet, empty, or lacks the columns.
+    """
+
+    def __init__(self, files: str | list[str], flag: str = "--train-files"):
+        self.flag = flag
+        self.files = _find_files(files, flag)
+        self._groups: list[tuple[str, int]] = []  # (file, row group) ...
+        self._starts: list[int] = []  # ... and the uid of its first row
+        self._cache: OrderedDict[int, pa.Table] = OrderedDict()
+        self._num_rows = 0
+        digest = hashlib.sha256()
+        for path in self.files:
+            try:
+                with pq.ParquetFile(path) as file:
+                    metadata, schema = file.metadata, file.schema_arrow
+            except (pa.ArrowException, OSError) as error:
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"{flag} {path}: cannot be read as parquet ({reason}); give a parquet file") from error
+            _check_columns(schema, path, flag)
+            if metadata.num_rows == 0:
+                raise ValueError(f"{flag} {path}: has 0 rows; leave it out, or make it anew")
+            for group in range(metadata.num_row_groups):
+                if metadata.row_group(group).num_rows:
+                    self._groups.append((path, group))
+                    self._starts.append(self._num_rows)
+                    self._num_rows += metadata.row_group(group).num_rows
+            columns = [f"{field.name}: {field.type}" for field in schema]
+            digest.update(json.dumps([os.path.basename(path), metadata.num_rows, columns]).encode())
+        self._fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def fingerprint(self) -> str:
+        """16 hex digits over file names, row counts and columns (not contents): has the data changed since a save?"""
+        return self._fingerprint
+
+    def row(self, uid: int) -> dict:
+        """The row as plain Python values.
+
+        Raises: ValueError where the row group cannot be read, or the row has no prompt.
+        """
+        assert 0 <= uid < len(self), (uid, len(self))
+        index = bisect.bisect_right(self._starts, uid) - 1
+        row = self._read(index).slice(uid - self._starts[index], 1).to_pylist()[0]
+        if row["prompt"] is None:
+            raise ValueError(f"{self.flag} {self._groups[index][0]}: row with uid {uid} has no prompt (null)")
+        return row
+
+    def _read(self, index: int) -> pa.Table:
+        if index not in self._cache:
+            path, group = self._groups[index]
+            try:
+                with pq.ParquetFile(path) as file:
+                    table = file.read_row_group(group)
+            except (pa.ArrowException, OSError) as error:
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"{self.flag} {path}: row group {group} cannot be read ({reason})") from error
+            self._cache[index] = table
+            while len(self._cache) > 1 and sum(table.nbytes for table in self._cache.values()) > CACHE_BYTES:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(index)
+        return self._cache[index]
+
+
+# ---- order ----
+
+
+@lru_cache(maxsize=4)
+def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
+    """The uids 0..n-1 in the order of this epoch (the first is 0), a pure function of the arguments; read-only.
+
+    Shapes: [n].
+    """
+    # DETAIL: every epoch is a fresh permutation, because one order for all would repeat the same batches.
+    order = np.random.default_rng(seed_for("epoch_order", seed, epoch)).permutation(n)
+    order.flags.writeable = False  # the cache hands the same array out again
+    return order
+
+
+def step_uids(n: int, seed: int, step: int, prompts_per_step: int) -> list[int]:
+    """The uids of step `step` (the first is 1), over all ranks; depends on no earlier call, so resuming is arithmetic.
+
+    Shapes: [prompts_per_step].
+    """
+    assert step >= 1 and n >= 1, (step, n)
+    # DETAIL: a batch runs on into the next epoch, because dropping or padding the last one would change how often a row
+    # is seen. Such a batch may hold a uid twice, once from either epoch.
+    start = (step - 1) * prompts_per_step
+    return [int(epoch_order(n, seed, i // n)[i % n]) for i in range(start, start + prompts_per_step)]
+
+
+# ---- tokens ----
+
+
+def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
+    """Token ids of a prompt: a list of messages through the chat template, once; a string as it stands.
+
+    Raises: ValueError where there is no chat template, the template refuses, or nothing is left to encode.
+    """
+    if not prompt:
+        raise ValueError("prompt: is empty; at least one message, or one character, is needed")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    for message in messages:
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f"prompt: `{key}` of a message must be a string, not {message.get(key)!r}")
+            try:
+                message[key].encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"prompt: not valid text, it cannot be written as UTF-8 ({error.reason})") from error
+    if isinstance(prompt, str):
+        # DETAIL: the tokenizer's own default decides on a BOS token, because that is what the model was trained with;
+        # a string that already starts with it gets no second one.
+        has_bos = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
+        ids = tokenizer(prompt, add_special_tokens=not has_bos).input_ids
+    elif not tokenizer.chat_template:
+        raise ValueError("prompt: is a list of messages, but the tokenizer has no chat template; use string prompts")
+    else:
+        # parquet gives every message every key: one that is null was not there
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        # DETAIL: tokenized by the template itself, because text tokenized again would get a second BOS.
+        try:
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except TemplateError as error:
+            raise ValueError(f"prompt: the model's chat template refuses it ({error})") from error
+    if not ids:
+        raise ValueError("prompt: encodes to no token; at least one is needed")
+    return list(ids)
+
+
+def find_overlong(data: PromptData, tokenizer, max_prompt_len: int, part=(0, 1)) -> list[tuple[int, int]]:
+    """(uid, length in tokens) of each prompt longer than `max_prompt_len`, in the share of `part` = (rank, world).
+
+    The shares of all ranks, joined in the order of ranks, are the whole, sorted by uid.
+
+    Raises: ValueError naming the row, where a prompt cannot be encoded.
+    """
+    rank, world = part
+    overlong = []
+    # consecutive rows, because then each rank reads only its own row groups
+    for uid in range(len(data) * rank // world, len(data) * (rank + 1) // world):
+        row = data.row(uid)
+        try:
+            length = len(encode_prompt(tokenizer, row["prompt"]))
+        except ValueError as error:
+            raise ValueError(f"{data.flag}: row with uid {uid}: {error}") from error
+        if length > max_prompt_len:
+            overlong.append((uid, length))
+    return overlong
+
+
+def overlong_error(overlong: list[tuple[int, int]], num_rows: int, max_prompt_len: int) -> str:
+    """The error text for `overlong`, the (uid, length) of all ranks, which must not be empty."""
+    uid, longest = max(overlong, key=lambda item: item[1])
+    return (
+        f"--max-prompt-len {max_prompt_len}: {len(overlong)} of {num_rows} prompts are longer (the longest has "
+        f"{longest} tokens, uid {uid}); every prompt must fit; --max-prompt-len {longest} works"
+    )
+
+
+# ---- making the files ----
+
+
+def gsm8k_row(question: str, answer: str, split: str, index: int) -> dict:
+    """verl's row of one question/answer pair of GSM8K."""
+    _, marker, truth = answer.rpartition("####")
+    if not marker:
+        raise ValueError(f"{split} row {index}: the answer has no '####': {answer[-40:]!r}")
+    content = question + ' Let\'s think step by step and output the final answer after "####".'
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth.strip().replace(",", "")},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+    }
+
+
+def _read_jsonl(path: Path, keys: tuple[str, ...]) -> Iterable[dict]:
+    with open(path, "rb") as lines:  # bytes, so that wrong UTF-8 is found on its line
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"--source: {path}:{number} is not JSON ({error})") from error
+            if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
+                raise ValueError(f"--source: {path}:{number} must be an object with the strings {', '.join(keys)}")
+            yield row
+
+
+def gsm8k(out: Path, source: Path | None = None) -> None:
+    """Write train.parquet and test.parquet of GSM8K, grade-school sums (7,473 and 1,319 rows).
+
+    Args:
+        out: folder to write to, made if it is not there.
+        source: folder with train.jsonl and test.jsonl; without it the files come from the Hugging Face Hub.
+    """
+    tables = {}
+    for split in ("train", "test"):
+        if source is None:
+            from huggingface_hub import hf_hub_download  # only needed here, and slow to import
+
+            name = f"main/{split}-00000-of-00001.parquet"
+            try:
+                path = hf_hub_download("openai/gsm8k", name, repo_type="dataset")
+            except OSError as error:  # the Hub's own errors are OSErrors
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"openai/gsm8k: no download ({reason}); --source DIR reads local files") from error
+            pairs = pq.read_table(path, columns=["question", "answer"]).to_pylist()
+        else:
+            path = source / f"{split}.jsonl"
+            if not path.is_file():
+                raise ValueError(f"--source {source}: no file {path}; give a folder with train.jsonl and test.jsonl")
+            pairs = _read_jsonl(path, ("question", "answer"))
+        rows = [gsm8k_row(pair["question"], pair["answer"], split, index) for index, pair in enumerate(pairs)]
+        if not rows:
+            raise ValueError(f"--source {source}: {path} has no rows")
+        tables[split] = pa.Table.from_pylist(rows)
+    _write_splits(tables, out)
+
+
+def _write_splits(tables: dict[str, pa.Table], out: Path) -> None:
+    """Write one parquet file per split and print one line."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for split, table in tables.items():
+            part = out / f".{split}.parquet.part"  # renamed when whole, so that no half-written file is ever found
+            pq.write_table(table, part)
+            os.replace(part, out / f"{split}.parquet")
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be written ({error.strerror}); give a folder of yours") from error
+    print("wrote", ", ".join(f"{table.num_rows} rows to {out / split}.parquet" for split, table in tables.items()))
+
+
+def main(argv: list[str]) -> None:
+    """`python -m utils.data COMMAND ...`; exits with status 2 and one line on an error of the user's."""
+    try:
+        tyro.extras.subcommand_cli_from_dict({"gsm8k": gsm8k}, prog="python -m utils.data", args=argv)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

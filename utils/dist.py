@@ -1,0 +1,78 @@
+"""Process group, device, seeds, and sums over ranks. Every rank runs the same script (SPMD)."""
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def seed_for(*parts: int | str) -> int:
+    """A 63-bit non-negative seed that depends on `parts` alone: not on rank, world size, process or call order.
+
+    Everything random here (samples, data order, minibatches) draws from a generator seeded by this, so a checkpoint
+    needs no RNG state.
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def init_distributed() -> torch.device:
+    """Join the process group that torchrun describes, or make one of a single rank; returns this rank's device."""
+    if "RANK" not in os.environ:  # plain `python script.py`: the same code path with a world of one
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    return device
+
+
+def world_mesh(device: torch.device) -> DeviceMesh:
+    """One FSDP dimension over all ranks."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+
+
+def all_gather(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order. Any picklable object; for small host data, not for tensors."""
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's `value`, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def fail_together(error: str | None) -> None:
+    """Raise the first rank's error on every rank, so that no rank waits in a collective for one that has stopped.
+
+    Raises: ValueError with that message.
+    """
+    errors = [e for e in all_gather(error) if e]
+    if errors:
+        raise ValueError(errors[0])
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Around the checks before anything loads: a ValueError, the user's mistake, ends the run with its one line."""
+    try:
+        yield
+    except ValueError as error:
+        dist.destroy_process_group()
+        raise SystemExit(f"error: {error}" if int(os.environ["RANK"]) == 0 else 1) from None

@@ -1,0 +1,122 @@
+"""Metrics of a step: (sum, count) over micro-batches and ranks, reduced once; metrics.jsonl; the progress bar.
+
+Keys are `family/quantity[_stat]`, families rollout reward policy optim time perf eval data. A key that ends in `_max`
+keeps the largest value, every other one the mean of what was added.
+"""
+
+import json
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from utils.dist import all_gather
+
+
+class Metrics:
+    """Accumulates one step's figures on this rank; `reduce` is the step's only collective for them."""
+
+    def __init__(self):
+        self._mean: dict[str, tuple] = {}
+        self._max: dict[str, list] = {}
+
+    def add(self, key: str, total: float | torch.Tensor, count: float = 1.0) -> None:
+        """Add `count` observations summing to `total` (for a `_max` key: one candidate for the maximum).
+
+        Tensors stay on the device until `reduce`, so that adding never waits for the GPU.
+        """
+        if isinstance(total, torch.Tensor):
+            total = total.detach().double()
+        if key.endswith("_max"):
+            self._max.setdefault(key, []).append(total)
+        else:
+            old_total, old_count = self._mean.get(key, (0.0, 0.0))
+            self._mean[key] = (old_total + total, old_count + float(count))
+
+    @contextmanager
+    def timed(self, phase: str, device: torch.device) -> Iterator[None]:
+        """Wall-clock seconds of a phase as time/<phase>_s, the device's queue drained at both ends."""
+        synchronize(device)
+        start = time.perf_counter()
+        yield
+        synchronize(device)
+        self.add(f"time/{phase}_s", time.perf_counter() - start)
+
+    def reduce(self) -> dict[str, float]:
+        """The step's figures over all ranks, alike on every rank. Keys seen by some ranks only count those ranks."""
+        mean: dict[str, tuple[float, float]] = {}
+        peak: dict[str, float] = {}
+        my_mean = {key: (float(total), count) for key, (total, count) in self._mean.items()}
+        my_max = {key: max(map(float, values)) for key, values in self._max.items()}
+        for rank_mean, rank_max in all_gather((my_mean, my_max)):  # summed in rank order: reproducible
+            for key, (total, count) in rank_mean.items():
+                old_total, old_count = mean.get(key, (0.0, 0.0))
+                mean[key] = (old_total + total, old_count + count)
+            for key, value in rank_max.items():
+                peak[key] = max(value, peak.get(key, value))
+        figures = {key: total / count for key, (total, count) in mean.items() if count > 0}
+        return dict(sorted({**figures, **peak}.items()))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queued work; nothing to do on CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """GiB: torch's peak allocation on CUDA, the process's peak resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def append_jsonl(path: Path, *rows: dict) -> None:
+    """Append one JSON object a line. Non-finite floats are written as null: JSON has none."""
+    with path.open("a") as file:
+        for row in rows:
+            clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in row.items()}
+            file.write(json.dumps(clean) + "\n")
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """The objects of a JSONL file; a last line cut off by a kill is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def cut_jsonl(path: Path, last_step: int) -> None:
+    """Keep the lines up to and including `last_step`: what a resumed run will write again goes."""
+    if path.exists():
+        kept = [json.dumps(row) + "\n" for row in read_jsonl(path) if row["step"] <= last_step]
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(kept))
+        os.replace(aside, path)
+
+
+class Progress:
+    """A tqdm bar on rank 0 with the figures that matter; silent elsewhere."""
+
+    SHOWN = ("eval/score", "reward/score", "rollout/response_len", "policy/entropy", "optim/grad_norm", "time/step_s")
+
+    def __init__(self, name: str, done: int, total: int, show: bool):
+        self.bar = tqdm(desc=name, initial=done, total=total, unit="step", disable=not show, dynamic_ncols=True)
+        self.last: dict[str, float] = {}
+
+    def update(self, figures: dict[str, float], steps: int = 1) -> None:
+        self.last.update(figures)
+        self.bar.set_postfix({k.split("/")[1]: f"{self.last[k]:.3g}" for k in self.SHOWN if k in self.last})
+        self.bar.update(steps)
+
+    def close(self) -> None:
+        self.bar.close()

@@ -1,0 +1,106 @@
+"""Ragged responses <-> right-padded [B, R] tensors, and micro-batches packed under a token budget.
+
+The shift by one (the hidden state at position p predicts token p + 1) and the packing of several sequences into one
+row of T tokens exist here and in utils/models.py alone. Algorithm code sees [B, R] tensors of response tokens.
+
+Shapes: B responses on this rank, R longest of them, b responses of a micro-batch, T packed tokens, N response tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+
+def pad_rows(rows: Sequence[Sequence[float | int]], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
+    """Ragged rows -> [B, R], right-padded with zeros; lengths tell what is padding (`mask_from_lengths`), not values."""
+    width = max((len(row) for row in rows), default=0) if width is None else width
+    padded = torch.zeros(len(rows), width, dtype=dtype)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    return padded
+
+
+def mask_from_lengths(lengths_B: torch.Tensor, width: int) -> torch.Tensor:
+    """[B] lengths -> [B, R] bool, true on real response tokens."""
+    return torch.arange(width, device=lengths_B.device) < lengths_B[:, None]
+
+
+def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Split sequences into micro-batches of at most `max_tokens` packed tokens, longest first, evenly filled.
+
+    Args: lengths: whole sequence lengths (prompt + response), in tokens.
+    Returns: lists of positions in `lengths`, each ascending; every position exactly once.
+    Raises: ValueError when one sequence alone is over the budget.
+    """
+    if lengths and max(lengths) > max_tokens:
+        raise ValueError(
+            f"--max-tokens-per-gpu {max_tokens}: must hold the longest prompt + response, {max(lengths)} tokens; "
+            f"use {max(lengths)} or more"
+        )
+    # Greedy by the least-filled bin; one bin more whenever the even split does not fit.
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    count = -(-sum(lengths) // max_tokens)
+    while True:
+        bins: list[list[int]] = [[] for _ in range(count)]
+        loads = [0] * count
+        for i in order:
+            k = min(range(count), key=loads.__getitem__)
+            bins[k].append(i)
+            loads[k] += lengths[i]
+        if all(load <= max_tokens for load in loads):
+            return [sorted(b) for b in bins if b]
+        count += 1
+
+
+@dataclass
+class Packed:
+    """One micro-batch as one row of T tokens, with what it takes to bring its response tokens back to [b, R]."""
+
+    input_ids_T: torch.Tensor
+    position_ids_T: torch.Tensor  # restart at 0 in each sequence
+    cu_seqlens: torch.Tensor  # [b + 1] int32, cumulated sequence lengths
+    max_seqlen: int
+    predict_N: torch.Tensor  # for each response token, the packed position whose hidden state predicts it
+    target_N: torch.Tensor  # the response tokens themselves
+    row_N: torch.Tensor  # their place in the padded [b, R] tensor
+    col_N: torch.Tensor
+
+    def to_padded(self, values_N: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
+        """[N] per response token -> [b, R], zero on padding; differentiable."""
+        return values_N.new_zeros(num_rows, width).index_put((self.row_N, self.col_N), values_N)
+
+
+def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], device: torch.device) -> Packed:
+    """Lay whole sequences end to end in one row; without any, one token that nothing reads (a filling micro-batch).
+
+    Raises: AssertionError on an empty prompt or response: neither has a token to predict from or to learn.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    bounds, predict, target, rows, cols = [0], [], [], [], []
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        assert len(prompt) > 0 and len(response) > 0, f"sequence {row}: {len(prompt)} + {len(response)} tokens"
+        start, length = bounds[-1], len(prompt) + len(response)
+        ids += [*prompt, *response]
+        positions += range(length)
+        bounds.append(start + length)
+        first = start + len(prompt) - 1  # the last prompt token predicts the first response token
+        predict += range(first, first + len(response))
+        target += response
+        rows += [row] * len(response)
+        cols += range(len(response))
+    if not ids:
+        ids, positions, bounds = [0], [0], [0, 1]
+    long = {"dtype": torch.long, "device": device}
+    return Packed(
+        input_ids_T=torch.tensor(ids, **long),
+        position_ids_T=torch.tensor(positions, **long),
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+        max_seqlen=max(b - a for a, b in pairwise(bounds)),
+        predict_N=torch.tensor(predict, **long),
+        target_N=torch.tensor(target, **long),
+        row_N=torch.tensor(rows, **long),
+        col_N=torch.tensor(cols, **long),
+    )
