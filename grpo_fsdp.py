@@ -39,18 +39,17 @@ from typing import Literal
 import numpy as np
 import torch
 import tyro
-from transformers import AutoTokenizer, GenerationConfig
 
 from hybrid_engine import HybridEngine, Rollout, Sampling, check_tensor_parallel
 from utils import tiny
 from utils.checkpoint import export_hf, load_checkpoint, open_run, save_checkpoint
-from utils.data import PromptData, encode_prompt, find_overlong, overlong_error, step_uids
-from utils.dist import all_gather, broadcast, fail_together, init_distributed, one_line_errors, seed_for, world_mesh
+from utils.data import PromptData, encode_prompt, load_prompts, step_uids
+from utils.dist import all_gather, broadcast, init_distributed, one_line_errors, seed_for, world_mesh
 from utils.metrics import Metrics, Progress, append_jsonl, peak_memory_gib, read_jsonl
-from utils.models import load_config, load_policy
+from utils.models import end_of_sequence_ids, load_config, load_policy, load_tokenizer
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_micro_batches
 from utils.plot import plot_runs
-from utils.rewards import RewardPool, check_reward
+from utils.reward_pool import RewardPool, check_reward
 
 
 @dataclass
@@ -277,44 +276,6 @@ def check_args(args: Args, world_size: int) -> None:
             )
     if args.resume == "auto" and not args.run_dir:
         raise ValueError("--resume auto: needs the --run-dir to look in; --run-dir runs/NAME")
-
-
-def load_tokenizer(path: str):
-    """Raises: ValueError when the model comes without a tokenizer."""
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--model {path}: has no usable tokenizer; a folder with tokenizer.json works") from error
-
-
-def end_of_sequence_ids(path: str, config, tokenizer) -> list[int]:
-    """All ids that end a response: those of the generation config, else of the model's config, else the tokenizer's."""
-    try:
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # no generation_config.json
-        ids = None
-    for source in (config, tokenizer):
-        ids = getattr(source, "eos_token_id", None) if ids is None else ids
-    if ids is None:
-        raise ValueError(
-            f"--model {path}: names no eos_token_id, responses could not end; add it to generation_config.json"
-        )
-    return ids if isinstance(ids, list) else [ids]
-
-
-def load_prompts(files: str, flag: str, tokenizer, max_prompt_len: int) -> PromptData:
-    """The rows, once every prompt is known to encode and to fit; each rank checks its share (collective)."""
-    data, error, found = None, None, []
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    try:
-        data = PromptData(files, flag)
-        found = find_overlong(data, tokenizer, max_prompt_len, (rank, world))
-    except ValueError as caught:
-        error = str(caught)
-    fail_together(error)
-    if overlong := [item for share in all_gather(found) for item in share]:
-        raise ValueError(overlong_error(overlong, len(data), max_prompt_len))
-    return data
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------

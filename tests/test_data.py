@@ -14,7 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from utils import data as data_module
-from utils.data import PromptData, encode_prompt, epoch_order, find_overlong, gsm8k_row, overlong_error, step_uids
+from utils import make_data
+from utils.data import PromptData, encode_prompt, epoch_order, find_overlong, overlong_error, step_uids
+from utils.make_data import gsm8k_row
 
 ROOT = Path(__file__).parents[1]
 GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k"
@@ -288,7 +290,7 @@ def test_cli_writes_what_prompt_data_reads(tmp_path, capsys):
         lines = [json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs[:count]]
         (tmp_path / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
     out = tmp_path / "new/gsm8k"
-    data_module.main(["gsm8k", "--source", str(tmp_path), "--out", str(out)])
+    make_data.main(["gsm8k", "--source", str(tmp_path), "--out", str(out)])
     assert capsys.readouterr().out == f"wrote 9 rows to {out}/train.parquet, 3 rows to {out}/test.parquet\n"
     data = PromptData(f"{out}/train.parquet")
     assert [data.row(uid) for uid in range(9)] == [
@@ -333,7 +335,7 @@ def test_cli_errors_are_one_line(tmp_path, capsys):
         ("good", "file", "--out .*file: cannot be written"),
     ):
         with pytest.raises(SystemExit) as caught:
-            data_module.main(["gsm8k", "--source", str(tmp_path / source), "--out", str(tmp_path / out)])
+            make_data.main(["gsm8k", "--source", str(tmp_path / source), "--out", str(tmp_path / out)])
         error = capsys.readouterr().err
         assert caught.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
         assert re.search(message, error), error
@@ -346,6 +348,6 @@ def test_cli_without_a_source_and_without_a_network(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(SystemExit):
-        data_module.main(["gsm8k", "--out", str(tmp_path / "out")])
+        make_data.main(["gsm8k", "--out", str(tmp_path / "out")])
     error = capsys.readouterr().err
     assert error.startswith("error: openai/gsm8k: no download (") and "--source DIR" in error and error.count("\n") == 1

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from utils.rewards import RewardPool, Score, check_reward, gsm8k, gsm8k_number, load_reward, parse_rewards, tiny
+from utils.reward_pool import RewardPool, Score, check_reward
+from utils.rewards import gsm8k, gsm8k_number, load_reward, parse_rewards, tiny
 
 ROOT = Path(__file__).parents[1]
 GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k"
@@ -334,7 +335,7 @@ def test_file_that_stops_loading_is_an_error_not_a_score(tmp_path):
 def test_worker_ends_with_its_parent(user, tmp_path, function, how):
     script = f"""
 import sys, time
-from utils.rewards import RewardPool
+from utils.reward_pool import RewardPool
 pool = RewardPool({user + ":" + function!r}, 1, 600.0)
 futures = [pool.submit({str(tmp_path / "pid")!r}, {{}}) for _ in range(3)]
 while not open({str(tmp_path / "go")!r}).read(): time.sleep(0.02)

@@ -12,7 +12,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.dist import fail_together
@@ -134,6 +142,29 @@ def load_config(path: str) -> PreTrainedConfig:
         if getattr(config, knob, None) not in (None, 1.0):
             raise ValueError(f"--model {path}: {knob} is not computed by the packed head; a Qwen or Llama model works")
     return config
+
+
+def load_tokenizer(path: str):
+    """Raises: ValueError when the model comes without a tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--model {path}: has no usable tokenizer; a folder with tokenizer.json works") from error
+
+
+def end_of_sequence_ids(path: str, config, tokenizer) -> list[int]:
+    """All ids that end a response: those of the generation config, else of the model's config, else the tokenizer's."""
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # no generation_config.json
+        ids = None
+    for source in (config, tokenizer):
+        ids = getattr(source, "eos_token_id", None) if ids is None else ids
+    if ids is None:
+        raise ValueError(
+            f"--model {path}: names no eos_token_id, responses could not end; add it to generation_config.json"
+        )
+    return ids if isinstance(ids, list) else [ids]
 
 
 def load_policy(

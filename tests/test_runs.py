@@ -1,0 +1,138 @@
+"""grpo_fsdp.py as a user runs it: layouts and system flags do not change the numbers; resuming; real GSM8K rows."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, SHARED, needs_shared, run, torchrun
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from utils import tiny
+
+LR, STEPS, UPDATES = 1e-4, 3, 3 * 2 * 2
+SCRIPT = ROOT / "grpo_fsdp.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random tiny model, its data, and the straight one-rank run that the others are compared with."""
+    folder = tmp_path_factory.mktemp("runs")
+    tiny.make_model(folder / "model", seed=3, num_sft_steps=0)
+    tiny.make_data(folder / "data")
+    result = run([sys.executable, *command(folder, "straight"), "--save-every", 1])
+    assert result.returncode == 0, result.stderr[-4000:]
+    (folder / "straight.log").write_text(result.stdout + result.stderr)
+    return folder
+
+
+def command(folder, name):
+    """Two epochs of two minibatches a step, with a KL term: every branch of the update that changes numbers."""
+    return [
+        SCRIPT, "--run-dir", folder / name, "--model", folder / "model", "--train-files", folder / "data/train.parquet",
+        "--val-files", folder / "data/val.parquet", "--reward", f"{ROOT}/tests/dense_reward.py:dense", "--num-steps", STEPS,
+        "--prompts-per-step", 8, "--group-size", 4, "--minibatch-size", 16, "--update-epochs", 2, "--lr", LR,
+        "--max-prompt-len", 16, "--max-response-len", 12, "--kl-coef", 0.05, "--kv-cache-gib", 0.125,
+        "--max-num-seqs", 64, "--eval-every", 3,
+    ]  # fmt: skip
+
+
+def rows(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run_dir):
+    return load_file(run_dir / "hf" / "model.safetensors")
+
+
+def same_run(got, expected, exact=False):
+    """The figures and weights of two runs, within what float32 summation order allows."""
+    skipped = ("time/", "perf/")
+    for mine, other in zip(rows(got), rows(expected), strict=True):
+        numbers = {k: v for k, v in other.items() if not k.startswith(skipped)}
+        assert {k: v for k, v in mine.items() if not k.startswith(skipped)} == (
+            numbers if exact else {k: pytest.approx(v, rel=2e-4, abs=2e-5) for k, v in numbers.items()}
+        )
+    differences = []
+    for name, tensor in weights(expected).items():
+        difference = np.abs(weights(got)[name] - tensor)
+        assert difference.max() <= (0 if exact else 0.1 * LR * UPDATES), name
+        differences.append(difference.ravel())
+    assert exact or np.concatenate(differences).mean() < 1e-2 * LR
+
+
+def test_the_straight_run_learned_and_left_a_whole_run_folder(folder):
+    straight = folder / "straight"
+    files = {"args.json", "command.txt", "env.txt", "code", "metrics.jsonl", "rollouts.jsonl", "curves.png", "hf"}
+    assert files <= {p.name for p in straight.iterdir()}
+    assert (straight / "code/utils/models.py").read_text() == (ROOT / "utils/models.py").read_text()
+    assert [row["step"] for row in rows(straight)] == [0, 1, 2, 3]
+    assert "eval/score" in rows(straight)[0] and "eval/score" in rows(straight)[3]
+    start = load_file(folder / "model/model.safetensors")
+    moved = max(np.abs(weights(straight)[name] - tensor).max() for name, tensor in start.items())
+    assert 0.5 * LR < moved <= 1.05 * LR * UPDATES
+    last = rows(straight)[-1]
+    assert last["rollout/logprob_diff_max"] < 1e-4 and last["policy/ratio_max"] > 1 and last["policy/ref_kl_k3"] > 0
+    phases = sum(last[f"time/{phase}_s"] for phase in ("rollout", "score", "nograd", "update", "sync"))
+    assert 0.8 < phases / last["time/step_s"] <= 1.0
+    samples = [json.loads(line) for line in (straight / "rollouts.jsonl").read_text().splitlines()]
+    assert {s["step"] for s in samples} == {0, 3} and all("=" in s["prompt"] for s in samples)
+    AutoModelForCausalLM.from_pretrained(straight / "hf")
+    log = (folder / "straight.log").read_text()
+    assert "straight: mean score" in log and "on 200 held-out prompts" in log
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("again", []),
+    ("split", ["--max-tokens-per-gpu", 60, "--activation-checkpointing", "--max-num-seqs", 7]),
+])  # fmt: skip
+def test_system_flags_do_not_change_the_numbers(folder, name, flags):
+    result = run([sys.executable, *command(folder, name), *flags])
+    assert result.returncode == 0, result.stderr[-4000:]
+    same_run(folder / name, folder / "straight", exact=name == "again")
+
+
+@pytest.mark.parametrize("name, flags", [("replicas", []), ("tp", ["--tensor-parallel-size", 2])])
+def test_two_ranks_are_one_rank(folder, name, flags):
+    torchrun(2, *command(folder, name), *flags)
+    same_run(folder / name, folder / "straight")
+
+
+def test_resumed_is_straight_to_the_bit(folder):
+    checkpoint = folder / "straight/checkpoints/step_1"
+    result = run([sys.executable, *command(folder, "resumed"), "--resume", checkpoint])
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert [row["step"] for row in rows(folder / "resumed")] == [2, 3]
+    straight, resumed = weights(folder / "straight"), weights(folder / "resumed")
+    assert all(np.array_equal(resumed[name], straight[name]) for name in straight)
+
+
+def test_resume_auto_cuts_the_log_back_and_goes_on(folder):
+    """A run killed after step 2 was logged but before it was saved."""
+    stopped = folder / "stopped"
+    result = run([sys.executable, *command(folder, "stopped"), "--save-every", 1, "--num-steps", 1])
+    assert result.returncode == 0, result.stderr[-4000:]
+    (stopped / "metrics.jsonl").open("a").write('{"step": 2, "reward/score": 0.5}\n{"step": 3, "rew')
+    (stopped / "checkpoints/step_2.tmp").mkdir()  # a save that never finished
+    torchrun(2, *command(folder, "stopped"), "--resume", "auto")
+    assert [row["step"] for row in rows(stopped)] == [0, 1, 2, 3]
+    # the one-step run evaluated at its end, which the straight run did not
+    one = {k: v for k, v in rows(stopped)[1].items() if not k.startswith("eval/")}
+    assert one["reward/score"] == rows(folder / "straight")[1]["reward/score"]
+    for name, tensor in weights(folder / "straight").items():
+        assert np.abs(weights(stopped)[name] - tensor).max() <= 0.1 * LR * UPDATES, name
+
+
+@needs_shared
+def test_real_gsm8k_rows_run_two_steps(folder):
+    made = run([sys.executable, "-m", "utils.data", "gsm8k", "--source", SHARED / "data/gsm8k", "--out", folder / "gsm8k"])
+    assert made.returncode == 0, made.stderr
+    result = run([
+        sys.executable, SCRIPT, "--run-dir", folder / "gsm", "--model", folder / "model", "--reward", "gsm8k",
+        "--train-files", folder / "gsm8k/train.parquet", "--num-steps", 2, "--prompts-per-step", 4, "--group-size", 2,
+        "--max-prompt-len", 1200, "--max-response-len", 32, "--kv-cache-gib", 0.25, "--export-hf", "off", "--save-every", 0,
+    ])  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert [row["step"] for row in rows(folder / "gsm")] == [1, 2]
+    assert "7473 training" in result.stdout and not (folder / "gsm/hf").exists() and not (folder / "gsm/checkpoints").exists()
