@@ -241,13 +241,15 @@ def check_args(args: Args, world_size: int) -> None:
     for name in [*not_negative.split(), "clip_low", "clip_high"]:
         if not getattr(args, name) >= 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be below 0")
+    if args.temperature > 2:
+        raise ValueError(f"--temperature {args.temperature}: must be above 0 and at most 2, vLLM's limit; 1.0 works")
     if not args.train_files or not args.reward:
         flag = "--train-files" if not args.train_files else "--reward"
         example = "data/gsm8k/train.parquet" if not args.train_files else "gsm8k"
         raise ValueError(f"{flag}: must be given with --model {args.model}; {flag} {example}, for example")
     if args.group_size < 2:
         raise ValueError(
-            f"--group-size {args.group_size}: must be 2 or more, one response has no group to compare with; 8"
+            f"--group-size {args.group_size}: must be 2 or more, one response has no group to compare with; 8 works"
         )
     if args.prompts_per_step % world_size:
         lower = args.prompts_per_step // world_size * world_size

@@ -14,6 +14,7 @@ vocabulary padding are thereby captured for any dense architecture, with no code
 all-gather and one foreach copy per FSDP block.
 """
 
+import logging
 import os
 import time
 import warnings
@@ -90,10 +91,9 @@ def _import_vllm():
                 raise ValueError(
                     f"{name}={os.environ[name]}: vLLM's sleep pool needs expandable_segments off; unset it"
                 )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import vllm
-        from vllm.platforms import current_platform
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it has read that itself
+    import vllm
+    from vllm.platforms import current_platform
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     def distributed_args(self):
@@ -189,7 +189,6 @@ class HybridEngine:
 
         saved_env = os.environ.get("LOCAL_WORLD_SIZE")
         set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-        self.vllm = _import_vllm()
         settings = {
             "model": model_path,
             "load_format": "dummy",
@@ -208,7 +207,10 @@ class HybridEngine:
         }
         if self.on_cuda:
             settings["max_cudagraph_capture_size"] = max_num_seqs
-        self.llm = self.vllm.LLM(**{**settings, **vllm_args})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about vLLM's own use of torch
+            self.vllm = _import_vllm()
+            self.llm = self.vllm.LLM(**{**settings, **vllm_args})
         # vLLM's CPU worker replaces set_num_threads by a no-op and overwrites LOCAL_WORLD_SIZE.
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
@@ -391,5 +393,9 @@ class HybridEngine:
         self._kv_asleep = False
 
     def close(self) -> None:
-        """Drop the engine and its memory. The object is of no use afterwards."""
+        """End vLLM and the process group it shares with the trainer: the last collective call of a run."""
+        dist.barrier()
+        self.llm.llm_engine.engine_core.shutdown()
         self._plan, self._planned_for, self.llm, self.synced = [], None, None, False
+        if dist.is_initialized():  # vLLM's CPU worker ends it itself
+            dist.destroy_process_group()

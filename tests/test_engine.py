@@ -186,9 +186,9 @@ def test_sleep_and_wake(engine, policy):
         engine.wake()
     for what in ("kv", "all"):
         engine.sleep(what)
-        for call in (lambda: engine_logprobs(engine), lambda: engine.sync_weights(policy), lambda: engine.sleep(what)):
+        for call, args in ((engine_logprobs, [engine]), (engine.sync_weights, [policy]), (engine.sleep, [what])):
             with pytest.raises(AssertionError):
-                call()
+                call(*args)
         engine.wake()
         with pytest.raises(AssertionError, match="generate before sync_weights"):
             engine_logprobs(engine)

@@ -99,5 +99,5 @@ def test_a_folder_whose_weights_do_not_fill_the_model_is_refused(process_group, 
     weights = load_file(path / "model.safetensors")
     weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="weights missing from the folder.*layers.1.mlp.up_proj"):
+    with pytest.raises(ValueError, match=r"weights missing from the folder.*layers\.1\.mlp\.up_proj"):
         load_policy(str(path), process_group, master_dtype=torch.float32, compute_dtype=torch.float32)

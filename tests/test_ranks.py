@@ -24,7 +24,9 @@ def layouts(request, tmp_path_factory):
 def test_after_a_sync_every_rank_holds_its_slice_of_the_trainers_weights(layouts, layout):
     for rank in layouts[layout]:
         assert rank["after"] == []
-        assert len(rank["before"]) == rank["num_params"], "a parameter was right before the sync: the test is blind to it"
+        assert len(rank["before"]) == rank["num_params"], (
+            "a parameter was right before the sync: the test is blind to it"
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -35,7 +37,8 @@ def test_engine_logprobs_are_the_trainers(layouts, layout):
 
 def test_the_samples_are_the_same_in_every_layout(layouts):
     merged = {
-        name: {key: value for rank in ranks for key, value in rank["samples"].items()} for name, ranks in layouts.items()
+        name: {key: value for rank in ranks for key, value in rank["samples"].items()}
+        for name, ranks in layouts.items()
     }
     one = merged["one rank"]
     assert len(one) == 18

@@ -31,7 +31,8 @@ def command(folder, name):
     """Two epochs of two minibatches a step, with a KL term: every branch of the update that changes numbers."""
     return [
         SCRIPT, "--run-dir", folder / name, "--model", folder / "model", "--train-files", folder / "data/train.parquet",
-        "--val-files", folder / "data/val.parquet", "--reward", f"{ROOT}/tests/dense_reward.py:dense", "--num-steps", STEPS,
+        "--val-files", folder / "data/val.parquet", "--reward", f"{ROOT}/tests/dense_reward.py:dense",
+        "--num-steps", STEPS,
         "--prompts-per-step", 8, "--group-size", 4, "--minibatch-size", 16, "--update-epochs", 2, "--lr", LR,
         "--max-prompt-len", 16, "--max-response-len", 12, "--kl-coef", 0.05, "--kv-cache-gib", 0.125,
         "--max-num-seqs", 64, "--eval-every", 3,
@@ -126,13 +127,20 @@ def test_resume_auto_cuts_the_log_back_and_goes_on(folder):
 
 @needs_shared
 def test_real_gsm8k_rows_run_two_steps(folder):
-    made = run([sys.executable, "-m", "utils.data", "gsm8k", "--source", SHARED / "data/gsm8k", "--out", folder / "gsm8k"])
+    made = run(
+        [sys.executable, "-m", "utils.data", "gsm8k", "--source", SHARED / "data/gsm8k", "--out", folder / "gsm8k"]
+    )
     assert made.returncode == 0, made.stderr
     result = run([
         sys.executable, SCRIPT, "--run-dir", folder / "gsm", "--model", folder / "model", "--reward", "gsm8k",
         "--train-files", folder / "gsm8k/train.parquet", "--num-steps", 2, "--prompts-per-step", 4, "--group-size", 2,
-        "--max-prompt-len", 1200, "--max-response-len", 32, "--kv-cache-gib", 0.25, "--export-hf", "off", "--save-every", 0,
+        "--max-prompt-len", 1200, "--max-response-len", 32, "--kv-cache-gib", 0.25, "--export-hf", "off",
+        "--save-every", 0,
     ])  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]
     assert [row["step"] for row in rows(folder / "gsm")] == [1, 2]
-    assert "7473 training" in result.stdout and not (folder / "gsm/hf").exists() and not (folder / "gsm/checkpoints").exists()
+    assert (
+        "7473 training" in result.stdout
+        and not (folder / "gsm/hf").exists()
+        and not (folder / "gsm/checkpoints").exists()
+    )

@@ -104,10 +104,18 @@ def cut_jsonl(path: Path, last_step: int) -> None:
         os.replace(aside, path)
 
 
+SHOWN = {  # on the progress bar
+    "eval/score": "eval",
+    "reward/score": "score",
+    "rollout/response_len": "len",
+    "policy/entropy": "entropy",
+    "optim/grad_norm": "grad_norm",
+    "time/step_s": "s/step",
+}
+
+
 class Progress:
     """A tqdm bar on rank 0 with the figures that matter; silent elsewhere."""
-
-    SHOWN = ("eval/score", "reward/score", "rollout/response_len", "policy/entropy", "optim/grad_norm", "time/step_s")
 
     def __init__(self, name: str, done: int, total: int, show: bool):
         self.bar = tqdm(desc=name, initial=done, total=total, unit="step", disable=not show, dynamic_ncols=True)
@@ -115,7 +123,7 @@ class Progress:
 
     def update(self, figures: dict[str, float], steps: int = 1) -> None:
         self.last.update(figures)
-        self.bar.set_postfix({k.split("/")[1]: f"{self.last[k]:.3g}" for k in self.SHOWN if k in self.last})
+        self.bar.set_postfix({word: f"{self.last[key]:.3g}" for key, word in SHOWN.items() if key in self.last})
         self.bar.update(steps)
 
     def close(self) -> None:

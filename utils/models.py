@@ -20,8 +20,10 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as transformers_logging
 
 from utils.dist import fail_together
 from utils.packing import Packed
@@ -53,8 +55,8 @@ def packed_attention(
             scale=scaling, window_size=window, **gqa,
         )  # fmt: skip
         return out_THD[None], None
-    # No varlen kernel for float32, nor on CPU. One row per sequence, right-padded, costs n x max_length^2 instead of the T^2 of a
-    # block-diagonal mask; a causal row never sees the padding behind it.
+    # No varlen kernel for float32, nor on CPU. One right-padded row per sequence costs n x max_length^2 instead of the
+    # T^2 of a block-diagonal mask; a causal row never sees the padding behind it.
     lengths = cu_seq_lens_q.diff()
     row_T = torch.repeat_interleave(torch.arange(len(lengths), device=query.device), lengths)
     col_T = torch.arange(len(row_T), device=query.device) - cu_seq_lens_q[row_T]
@@ -73,6 +75,7 @@ def packed_attention(
     return out.transpose(1, 2)[row_T, col_T][None], None
 
 
+transformers_logging.disable_progress_bar()  # one bar, the run's own
 AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)
 
@@ -144,12 +147,16 @@ def load_config(path: str) -> PreTrainedConfig:
     return config
 
 
-def load_tokenizer(path: str):
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Raises: ValueError when the model comes without a tokenizer."""
+    missing = f"--model {path}: has no usable tokenizer; a folder with tokenizer.json works"
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--model {path}: has no usable tokenizer; a folder with tokenizer.json works") from error
+        raise ValueError(missing) from error
+    if not tokenizer("0", add_special_tokens=False).input_ids:  # transformers makes up an empty one, without a word
+        raise ValueError(missing)
+    return tokenizer
 
 
 def end_of_sequence_ids(path: str, config, tokenizer) -> list[int]:

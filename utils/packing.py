@@ -14,7 +14,7 @@ import torch
 
 
 def pad_rows(rows: Sequence[Sequence[float | int]], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
-    """Ragged rows -> [B, R], right-padded with zeros; lengths tell what is padding (`mask_from_lengths`), not values."""
+    """Ragged rows -> [B, R], right-padded with zeros; padding is told by length (`mask_from_lengths`)."""
     width = max((len(row) for row in rows), default=0) if width is None else width
     padded = torch.zeros(len(rows), width, dtype=dtype)
     for i, row in enumerate(rows):

@@ -25,9 +25,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 DEFAULTS = {
-    "num_steps": 120,
+    "num_steps": 160,
     "eval_every": 10,
-    "save_every": 60,
+    "save_every": 80,
     "max_prompt_len": 16,
     "max_response_len": 6,
     "prompts_per_step": 64,
@@ -40,7 +40,7 @@ DEFAULTS = {
     "minibatch_size": 256,
     "lr": 6e-4,
     "lr_schedule": "cosine",
-    "warmup_steps": 20,  # optimizer steps: two a step here
+    "warmup_steps": 20,
     "weight_decay": 0.0,
     "clip_low": 0.2,
     "clip_high": 0.2,
