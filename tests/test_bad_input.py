@@ -31,7 +31,7 @@ CASES = {
     "no prompt column": (["--train-files", "{tmp}/column.parquet"], r"--train-files .*no column `prompt`.* question"),
     "prompt of numbers": (["--train-files", "{tmp}/numbers.parquet"], r"--train-files .*column `prompt` is int64"),
     "held-out file": (["--val-files", "{tmp}/none.parquet"], r"--val-files .*no such file"),
-    "prompt too long": (["--max-prompt-len", "5"], r"--max-prompt-len 5: \d+ of 7855 .*--max-prompt-len 6 works"),
+    "prompt too long": (["--max-prompt-len", "5"], r"--max-prompt-len 5: \d+ of 7495 .*--max-prompt-len 6 works"),
     "group of one": (["--group-size", "1"], r"--group-size 1: must be 2 or more"),
     "minibatch": (["--minibatch-size", "15"], r"--minibatch-size 15: must divide .* 32 responses.*; 16 works"),
     "tensor parallel": (["--tensor-parallel-size", "2"], r"--tensor-parallel-size 2: must divide the 1 rank.* 1 works"),

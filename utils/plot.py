@@ -40,7 +40,8 @@ def plot_runs(run_dirs: list[Path], out: Path) -> Path:
         axis.grid(alpha=0.3)
         if "score" in key:
             axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
-    axes.flat[0].legend(fontsize=8)
+    if axes.flat[0].has_data():
+        axes.flat[0].legend(fontsize=8)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
     plt.close(figure)

@@ -1,0 +1,50 @@
+"""The embedded run as `make demo` starts it: it learns. One seed here, three more and a rerun in `make test-slow`."""
+
+import json
+import re
+import resource
+import sys
+
+import pytest
+from conftest import ROOT, run
+
+
+def demo(run_dir, seed):
+    """Held-out accuracies of a whole default run, its figures and the last line it prints."""
+    result = run([sys.executable, ROOT / "grpo_fsdp.py", "--run-dir", run_dir, "--seed", seed], timeout=900)
+    assert result.returncode == 0, result.stderr[-4000:]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return rows, result.stdout.splitlines()[-1]
+
+
+def accuracies(rows):
+    return [row["eval/score"] for row in rows if "eval/score" in row]
+
+
+def check(rows, line):
+    scores = accuracies(rows)
+    assert 0.2 <= scores[0] <= 0.7 and scores[-1] > 0.9, scores
+    assert max(row.get("rollout/logprob_diff_max", 0) for row in rows) < 1e-4
+    found = re.fullmatch(r"demo\d*: accuracy (\S+) -> (\S+) on 200 held-out prompts, (\d+) s; curves: (\S+)", line)
+    assert found and (float(found[1]), float(found[2])) == (round(scores[0], 2), round(scores[-1], 2)), line
+    peak_gb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+    assert peak_gb < 6, peak_gb
+
+
+def test_the_demo_learns(tmp_path):
+    check(*demo(tmp_path / "demo", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3, 4])
+def test_other_seeds_get_there_too(tmp_path, seed):
+    check(*demo(tmp_path / f"demo{seed}", seed))
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_curve(tmp_path):
+    (first, _), (second, _) = demo(tmp_path / "a", 5), demo(tmp_path / "b", 5)
+    timeless = [
+        [{k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))} for r in rows] for rows in (first, second)
+    ]
+    assert timeless[0] == timeless[1]
