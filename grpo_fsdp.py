@@ -47,7 +47,7 @@ from utils.data import PromptData, encode_prompt, load_prompts, step_uids
 from utils.dist import all_gather, broadcast, init_distributed, one_line_errors, seed_for, world_mesh
 from utils.metrics import Metrics, Progress, append_jsonl, peak_memory_gib, read_jsonl
 from utils.models import end_of_sequence_ids, load_config, load_policy, load_tokenizer
-from utils.packing import mask_from_lengths, pack, pad_rows, plan_micro_batches
+from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
 from utils.plot import plot_runs
 from utils.reward_pool import RewardPool, check_reward
 
@@ -280,6 +280,28 @@ def check_args(args: Args, world_size: int) -> None:
         raise ValueError("--resume auto: needs the --run-dir to look in; --run-dir runs/NAME")
 
 
+def check_model_fits(args: Args, config, num_prompts: int) -> None:
+    """Refuse flags that the model or the data cannot serve.
+
+    Raises: ValueError, as `check_args`.
+    """
+    longest, positions = args.max_prompt_len + args.max_response_len, config.max_position_embeddings
+    if longest > positions:
+        raise ValueError(
+            f"--max-response-len {args.max_response_len}: with --max-prompt-len {args.max_prompt_len} goes beyond the "
+            f"model's {positions} positions; {positions - args.max_prompt_len} works"
+        )
+    if args.prompts_per_step > num_prompts:
+        raise ValueError(
+            f"--prompts-per-step {args.prompts_per_step}: there are only {num_prompts} training prompts, and one twice "
+            f"in a step would give the same samples twice; {num_prompts} or fewer works"
+        )
+    if args.ref_model and load_config(args.ref_model, "--ref-model").vocab_size != config.vocab_size:
+        raise ValueError(
+            f"--ref-model {args.ref_model}: has another vocabulary than --model {args.model}; leave it out"
+        )
+
+
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +320,7 @@ def main(args: Args) -> None:
         eos_token_ids = end_of_sequence_ids(args.model, config, tokenizer)
         data = load_prompts(args.train_files, "--train-files", tokenizer, args.max_prompt_len)
         val = load_prompts(args.val_files, "--val-files", tokenizer, args.max_prompt_len) if args.val_files else []
+        check_model_fits(args, config, len(data))
         check_reward(args.reward, data.row(0), args.reward_timeout_s)
         run_dir = Path(args.run_dir or broadcast(f"runs/grpo_{time.strftime('%Y%m%d_%H%M%S')}"))
         checkpoint = open_run(str(run_dir), args.resume, asdict(args), __file__)
@@ -382,23 +405,12 @@ def main(args: Args) -> None:
             ]
             append_jsonl(run_dir / "rollouts.jsonl", *samples)
 
-    def micro_batches(indices: list[int], rollouts: list[Rollout]) -> tuple[list[list[int]], int, int]:
-        """Split this rank's responses; returns the lists, as many on every rank, and the token count over all ranks."""
-        lengths = [len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids) for i in indices]
-        plan = [[indices[j] for j in part] for part in plan_micro_batches(lengths, args.max_tokens_per_gpu)]
-        gathered = all_gather((len(plan), sum(len(rollouts[i].response_ids) for i in indices)))
-        plan += [[]] * (max(count for count, _ in gathered) - len(plan))  # empty ones: FSDP's collectives must match
-        return plan, sum(tokens for _, tokens in gathered)
-
-    def pack_responses(indices: list[int], rollouts: list[Rollout]):
-        return pack([rollouts[i].prompt_ids for i in indices], [rollouts[i].response_ids for i in indices], device)
-
     @torch.no_grad()
     def logprobs_of(model: torch.nn.Module, rollouts: list[Rollout], width: int) -> torch.Tensor:
         """Log-probs of every response under `model`, [B, R]."""
         out_BR = torch.zeros(len(rollouts), width, device=device)
-        for part in micro_batches(list(range(len(rollouts))), rollouts)[0]:
-            packed = pack_responses(part, rollouts)
+        for part in plan_together(rollouts, list(range(len(rollouts))), args.max_tokens_per_gpu)[0]:
+            packed = pack([rollouts[i] for i in part], device)
             out_BR[part] = packed.to_padded(model(packed, args.temperature)[0], len(part), width)
         return out_BR
 
@@ -412,8 +424,9 @@ def main(args: Args) -> None:
             append_jsonl(run_dir / "metrics.jsonl", {"step": 0, **figures})
         progress.update(figures, steps=0)
 
+    metrics = Metrics()
     for step in range(first_step, num_steps + 1):
-        metrics, step_began = Metrics(), time.perf_counter()
+        step_began = time.perf_counter()
 
         # ---- 1 rollout ----
         uids = step_uids(len(data), args.seed, step, args.prompts_per_step)[rank * P : (rank + 1) * P]
@@ -461,11 +474,12 @@ def main(args: Args) -> None:
                 for start in range(0, num_responses, minibatch_size):
                     chosen = order[start : start + minibatch_size]
                     mine = sorted(int(i) - rank * B for i in chosen if rank * B <= i < (rank + 1) * B)
-                    plan, num_tokens = micro_batches(mine, rollouts)
+                    plan, num_tokens = plan_together(rollouts, mine, args.max_tokens_per_gpu)
                     for k, part in enumerate(plan):
                         policy.set_requires_gradient_sync(k == len(plan) - 1)
-                        packed = pack_responses(part, rollouts)
+                        packed = pack([rollouts[i] for i in part], device)
                         logprobs_N, entropy_N = policy(packed, args.temperature)
+                        tokens = len(logprobs_N)
                         logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
                         old_logprobs_bR = logprobs_bR.detach() if one_update else old_logprobs_BR[part]
                         mask_bR = mask_BR[part]
@@ -476,23 +490,23 @@ def main(args: Args) -> None:
                         if reference:
                             kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[part], args.kl_estimator)
                             total_bR = loss_bR + args.kl_coef * kl_bR
-                            metrics.add(f"policy/ref_kl_{args.kl_estimator}", kl_bR[mask_bR].sum(), mask_bR.sum())
+                            metrics.add(f"policy/ref_kl_{args.kl_estimator}", (kl_bR * mask_bR).sum(), tokens)
                         # DETAIL: divided by the token count of the whole optimizer step over all ranks, known before
                         # the first forward; times the world size, because FSDP averages gradients over ranks.
-                        (total_bR[mask_bR].sum() / num_tokens * world).backward()
+                        ((total_bR * mask_bR).sum() / num_tokens * world).backward()
 
-                        tokens, ratio_n = len(logprobs_N), ratio_bR.detach()[mask_bR]
-                        metrics.add("policy/loss", loss_bR[mask_bR].sum(), tokens)
-                        metrics.add("policy/clip_frac", clipped_bR[mask_bR].sum(), tokens)
-                        metrics.add("policy/approx_kl", (ratio_n - 1 - ratio_n.log()).sum(), tokens)
+                        if tokens == 0:  # a filling micro-batch
+                            continue
+                        ratio_bR = ratio_bR.detach()  # 1 on padding
+                        metrics.add("policy/loss", (loss_bR * mask_bR).sum(), tokens)
+                        metrics.add("policy/clip_frac", (clipped_bR & mask_bR).sum(), tokens)
+                        metrics.add("policy/approx_kl", (ratio_bR - 1 - ratio_bR.log()).sum(), tokens)
+                        metrics.add("policy/ratio_max", (ratio_bR * mask_bR).max())
                         metrics.add("policy/entropy", entropy_N.sum(), tokens)
-                        if tokens:
-                            metrics.add("policy/ratio_max", ratio_n.max())
                         if epoch == 0 and start == 0:  # before the first optimizer step: same weights on both sides
-                            diff_n = (logprobs_bR.detach() - rollout_logprobs_BR[part])[mask_bR].abs()
-                            metrics.add("rollout/logprob_diff_mean", diff_n.sum(), tokens)
-                            if tokens:
-                                metrics.add("rollout/logprob_diff_max", diff_n.max())
+                            diff_bR = (logprobs_bR.detach() - rollout_logprobs_BR[part]).abs()  # 0 on padding
+                            metrics.add("rollout/logprob_diff_mean", diff_bR.sum(), tokens)
+                            metrics.add("rollout/logprob_diff_max", diff_bR.max())
                     # Over DTensors this is the norm of the whole gradient, not of this rank's shards.
                     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                     if not torch.isfinite(norm):
@@ -528,16 +542,17 @@ def main(args: Args) -> None:
         if val and args.eval_every and (step % args.eval_every == 0 or last):
             with metrics.timed("eval", device):
                 evaluate(step, metrics)
-        if args.save_every and (step % args.save_every == 0 or last):
-            with metrics.timed("save", device):
-                saved = save_checkpoint(run_dir, step, policy, optimizer, asdict(args))
-                if args.export_hf == "every":
-                    export_hf(saved / "hf", policy, tokenizer)
         metrics.add("time/step_s", seconds)
         figures = metrics.reduce()
         if rank == 0:
             append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})
         progress.update(figures)
+        metrics = Metrics()  # saving comes after the step is logged, so its time stands with the next step
+        if args.save_every and (step % args.save_every == 0 or last):
+            with metrics.timed("save", device):
+                saved = save_checkpoint(run_dir, step, policy, optimizer, asdict(args))
+                if args.export_hf == "every":
+                    export_hf(saved / "hf", policy, tokenizer)
 
     # ---- the end ----
     progress.close()

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,11 @@ def make_model(folder: Path, family: str = "qwen2", tie: bool = True, seed: int 
     return folder
 
 
+def sequences(prompts, responses) -> list[SimpleNamespace]:
+    """Prompts and responses as `pack` takes them."""
+    return [SimpleNamespace(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses, strict=True)]
+
+
 def run(command: list, timeout: float = 300, **env) -> subprocess.CompletedProcess:
     """Run from the repository root as a user would; the output of both streams as text."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **env}
@@ -49,6 +55,12 @@ def torchrun(num_ranks: int, *command, **kwargs) -> subprocess.CompletedProcess:
     result = run([*launcher, *command], OMP_NUM_THREADS="1", **kwargs)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     return result
+
+
+def pytest_collection_modifyitems(items):
+    """Fast files first: those that start whole runs come last."""
+    last = ["test_engine", "test_bad_input", "test_ranks", "test_runs", "test_demo"]
+    items.sort(key=lambda item: last.index(item.path.stem) if item.path.stem in last else -1)
 
 
 @pytest.fixture(scope="session")

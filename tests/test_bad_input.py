@@ -8,7 +8,7 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, make_model, run
 
 from utils import tiny
 
@@ -36,6 +36,9 @@ CASES = {
     "minibatch": (["--minibatch-size", "15"], r"--minibatch-size 15: must divide .* 32 responses.*; 16 works"),
     "tensor parallel": (["--tensor-parallel-size", "2"], r"--tensor-parallel-size 2: must divide the 1 rank.* 1 works"),
     "token budget": (["--max-tokens-per-gpu", "20"], r"--max-tokens-per-gpu 20: .*; 28 works"),
+    "positions": (["--max-response-len", "2040"], r"--max-response-len 2040: .* 2048 positions; 2032 works"),
+    "more prompts than rows": (["--prompts-per-step", "8000"], r"--prompts-per-step 8000: there are only 7495"),
+    "other vocabulary": (["--kl-coef", "0.1", "--ref-model", "{tmp}/wide"], r"--ref-model .*has another vocabulary"),
     "negative rate": (["--lr", "-1"], r"--lr -1.0: must be above 0"),
     "hot": (["--temperature", "3"], r"--temperature 3.0: must be above 0 and at most 2"),
     "zero steps of eval": (["--eval-every", "-1"], r"--eval-every -1: must not be below 0"),
@@ -65,6 +68,7 @@ def tmp(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("bad")
     tiny.make_model(tmp / "model", seed=1, num_sft_steps=0)
     tiny.make_data(tmp / "data")
+    make_model(tmp / "wide", vocab_size=300)
     shutil.copytree(tmp / "model", tmp / "bare", ignore=shutil.ignore_patterns("token*", "chat*", "special*"))
     (tmp / "rewards.py").write_text(REWARDS)
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp / "empty.parquet")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import make_model, sequences
 from transformers import AutoModelForCausalLM
 
 from hybrid_engine import HybridEngine, Sampling
@@ -37,7 +37,7 @@ def generate(engine, n=2, temperature=1.0):
 
 
 def pack_rollouts(rollouts):
-    return pack([r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts], torch.device("cuda"))
+    return pack(rollouts, torch.device("cuda"))
 
 
 def mismatch(rollouts, policy, exact):
@@ -70,7 +70,7 @@ def test_packed_varlen_is_as_near_to_float32_as_plain_bf16(process_group, tmp_pa
     exact, exact_grads = plain(torch.float32)
     rough, rough_grads = plain(torch.bfloat16)
     policy = load(path, process_group, **options)
-    logprobs, _ = policy(pack(PROMPTS, responses, torch.device("cuda")), 1.0)
+    logprobs, _ = policy(pack(sequences(PROMPTS, responses), torch.device("cuda")), 1.0)
     logprobs.mean().backward()
     grads = {hf_name(n): p.grad.full_tensor() for n, p in policy.named_parameters()}
     assert (logprobs - exact).abs().mean() < 1.5 * (rough - exact).abs().mean() + 1e-4
@@ -88,7 +88,7 @@ def test_float32_on_cuda_is_exact(process_group, path):
     prompt, response = PROMPTS[5], [30, 40, 50]
     expected = model(torch.tensor([prompt + response], device="cuda")).logits[0].log_softmax(-1)
     index = torch.arange(3, device="cuda") + len(prompt) - 1
-    got = policy(pack([prompt, PROMPTS[1]], [response, [9]], torch.device("cuda")), 1.0)[0][:3]
+    got = policy(pack(sequences([prompt, PROMPTS[1]], [response, [9]]), torch.device("cuda")), 1.0)[0][:3]
     torch.testing.assert_close(got, expected[index, torch.tensor(response, device="cuda")], atol=1e-3, rtol=0)
 
 

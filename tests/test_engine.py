@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import make_model, sequences
 from transformers import AutoModelForCausalLM
 
 from hybrid_engine import HybridEngine, Sampling, check_tensor_parallel
@@ -56,7 +56,7 @@ def engine_logprobs(engine, n=2, step=1, temperature=1.0, prompts=PROMPTS):
 
 
 def largest_difference(rollouts, policy, temperature):
-    packed = pack([r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts], torch.device("cpu"))
+    packed = pack(rollouts, torch.device("cpu"))
     with torch.no_grad():
         trainer = policy(packed, temperature)[0]
     return (trainer - torch.tensor([x for r in rollouts for x in r.logprobs])).abs().max().item()
@@ -71,7 +71,7 @@ def test_generate_before_the_first_sync_is_an_error(engine):
 def test_after_a_step_and_a_sync_every_engine_parameter_is_the_trainers(engine, policy):
     engine.sync_weights(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-    policy(pack(PROMPTS, [[1, 2]] * 4, torch.device("cpu")), 1.0)[0].sum().backward()
+    policy(pack(sequences(PROMPTS, [[1, 2]] * 4), torch.device("cpu")), 1.0)[0].sum().backward()
     optimizer.step()
     before, trainer = engine_tensors(engine), trainer_tensors(policy)
     rows = len(trainer["model.embed_tokens.weight"])  # the engine pads the vocabulary
@@ -91,7 +91,7 @@ def test_after_a_step_and_a_sync_every_engine_parameter_is_the_trainers(engine, 
 def test_sync_writes_the_shards_not_what_a_forward_left_gathered(engine, policy):
     sharded = list(policy.parameters())  # what an optimizer holds
     with torch.no_grad():
-        policy(pack(PROMPTS, [[1, 2]] * 4, torch.device("cpu")), 1.0)  # leaves gathered copies behind
+        policy(pack(sequences(PROMPTS, [[1, 2]] * 4), torch.device("cpu")), 1.0)  # leaves gathered copies behind
         for param in sharded:
             param.to_local().add_(0.01)
     engine.sync_weights(policy)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import make_model, sequences
 from transformers import AutoModelForCausalLM
 
 from utils import models
@@ -12,6 +12,7 @@ from utils.packing import pack
 CPU = torch.device("cpu")
 PROMPTS = [[1, 2, 3], [9], list(range(20, 50)), [4, 4]]
 RESPONSES = [[8, 5], [11, 12, 13, 6], [3], [0, 0, 0]]
+SEQUENCES = sequences(PROMPTS, RESPONSES)
 WEIGHTS = torch.randn(10, generator=torch.Generator().manual_seed(3))  # a different gradient for every token
 
 
@@ -45,7 +46,7 @@ def test_packed_equals_one_by_one(process_group, tmp_path, monkeypatch, family, 
     path = make_model(tmp_path / "m", family, tie, **sizes)
     reference, logprobs, entropies = plain(path, temperature)
     policy = load_policy(str(path), process_group, master_dtype=torch.float32, compute_dtype=torch.float32, **options)
-    got_logprobs, got_entropies = policy(pack(PROMPTS, RESPONSES, CPU), temperature)
+    got_logprobs, got_entropies = policy(pack(SEQUENCES, CPU), temperature)
     torch.testing.assert_close(got_logprobs, logprobs, atol=2e-6, rtol=1e-6)
     torch.testing.assert_close(got_entropies, entropies, atol=5e-6, rtol=1e-6)
     assert not got_entropies.requires_grad
@@ -77,7 +78,7 @@ def test_micro_batches_with_gradient_sync_off_add_up(process_group, tmp_path):
         policy = load_policy(path, process_group, **dtypes)
         for k, part in enumerate(parts):
             policy.set_requires_gradient_sync(k == len(parts) - 1)
-            packed = pack([PROMPTS[i] for i in part], [RESPONSES[i] for i in part], CPU)
+            packed = pack([SEQUENCES[i] for i in part], CPU)
             policy(packed, 1.0)[0].sum().backward()
         gradients.append([p.grad.full_tensor() for p in policy.parameters()])
     for one, four in zip(*gradients, strict=True):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import sequences
 
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_micro_batches
 
@@ -17,7 +18,7 @@ def test_pad_and_mask_tell_padding_by_length_not_by_value():
 
 
 def test_pack_golden():
-    packed = pack([[1, 2], [3]], [[4], [5, 6]], CPU)
+    packed = pack(sequences([[1, 2], [3]], [[4], [5, 6]]), CPU)
     assert packed.input_ids_T.tolist() == [1, 2, 4, 3, 5, 6]
     assert packed.position_ids_T.tolist() == [0, 1, 2, 0, 1, 2]
     assert packed.cu_seqlens.tolist() == [0, 3, 6] and packed.max_seqlen == 3
@@ -30,7 +31,7 @@ def test_pack_golden():
 
 
 def test_pack_of_nothing_is_a_row_that_reads_nothing():
-    packed = pack([], [], CPU)
+    packed = pack([], CPU)
     assert len(packed.input_ids_T) == 1 and len(packed.target_N) == 0 and packed.cu_seqlens.tolist() == [0, 1]
     assert packed.to_padded(torch.zeros(0), 0, 5).shape == (0, 5)
 
@@ -38,7 +39,7 @@ def test_pack_of_nothing_is_a_row_that_reads_nothing():
 def test_pack_refuses_empty_sequences():
     for prompt, response in (([], [1]), ([1], [])):
         with pytest.raises(AssertionError, match="sequence 0"):
-            pack([prompt], [response], CPU)
+            pack(sequences([prompt], [response]), CPU)
 
 
 @pytest.mark.parametrize("budget", [9, 10, 17, 64, 10_000])

@@ -79,7 +79,8 @@ def test_the_straight_run_learned_and_left_a_whole_run_folder(folder):
     assert 0.8 < phases / last["time/step_s"] <= 1.0
     samples = [json.loads(line) for line in (straight / "rollouts.jsonl").read_text().splitlines()]
     assert {s["step"] for s in samples} == {0, 3} and all("=" in s["prompt"] for s in samples)
-    AutoModelForCausalLM.from_pretrained(straight / "hf")
+    exported = AutoModelForCausalLM.from_pretrained(straight / "hf")
+    assert exported.generation_config.eos_token_id == tiny.make_tokenizer().eos_token_id
     log = (folder / "straight.log").read_text()
     assert "straight: mean score" in log and "on 200 held-out prompts" in log
 
@@ -94,7 +95,9 @@ def test_system_flags_do_not_change_the_numbers(folder, name, flags):
     same_run(folder / name, folder / "straight", exact=name == "again")
 
 
-@pytest.mark.parametrize("name, flags", [("replicas", []), ("tp", ["--tensor-parallel-size", 2])])
+@pytest.mark.parametrize(
+    "name, flags", [("replicas", ["--max-tokens-per-gpu", 60]), ("tp", ["--tensor-parallel-size", 2])]
+)
 def test_two_ranks_are_one_rank(folder, name, flags):
     torchrun(2, *command(folder, name), *flags)
     same_run(folder / name, folder / "straight")

@@ -63,13 +63,17 @@ def _open_run(run: Path, resume: str, args: dict, script: str) -> Path | None:
             raise ValueError(
                 f"--resume {resume}: must be a checkpoint folder such as runs/x/checkpoints/step_10, or auto"
             )
+        if (run / "metrics.jsonl").exists() and run.resolve() not in checkpoint.resolve().parents:
+            raise ValueError(f"--run-dir {run}: holds another run than the one resumed; use a new folder")
     elif (run / "metrics.jsonl").exists():
         raise ValueError(f"--run-dir {run}: holds an earlier run; use --resume auto to continue it, or a new folder")
     step = 0
     if checkpoint is not None:
         state = json.loads((checkpoint / "state.json").read_text())
         step = state["step"]
-        changed = [k for k, v in state["args"].items() if k in args and args[k] != v and k not in MAY_DIFFER]
+        # a cosine schedule is laid out over all its steps: another number would bend it
+        may_differ = MAY_DIFFER - ({"num_steps", "num_epochs"} if args.get("lr_schedule") == "cosine" else set())
+        changed = [k for k, v in state["args"].items() if k in args and args[k] != v and k not in may_differ]
         if changed:
             k = changed[0]
             raise ValueError(

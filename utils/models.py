@@ -4,6 +4,8 @@ Shapes: T packed tokens, N response tokens of the micro-batch, H hidden, V vocab
 runs on the N predicting positions alone, in chunks, and is recomputed in the backward pass.
 """
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
@@ -129,7 +131,7 @@ class PolicyModel(nn.Module):
         return logprobs_N, entropy_N
 
 
-def load_config(path: str) -> PreTrainedConfig:
+def load_config(path: str, flag: str = "--model") -> PreTrainedConfig:
     """The model's config, refused where the packed forward would not compute what the model defines.
 
     Raises: ValueError for a missing or unusable folder, or an architecture this cannot run.
@@ -138,12 +140,12 @@ def load_config(path: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--model {path}: not a Hugging Face model folder or Hub name ({str(error).splitlines()[0]}); "
+            f"{flag} {path}: not a Hugging Face model folder or Hub name ({str(error).splitlines()[0]}); "
             "a folder with config.json, tokenizer and safetensors works, or Qwen/Qwen2.5-0.5B-Instruct"
         ) from error
     for knob in LOGIT_KNOBS:
         if getattr(config, knob, None) not in (None, 1.0):
-            raise ValueError(f"--model {path}: {knob} is not computed by the packed head; a Qwen or Llama model works")
+            raise ValueError(f"{flag} {path}: {knob} is not computed by the packed head; a Qwen or Llama model works")
     return config
 
 
@@ -212,6 +214,8 @@ def load_policy(
         # one rank gains nothing by freeing a block that the backward pass casts again; a reference has no backward
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=mesh.size() > 1 or not trainable)
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=not trainable)
+    with contextlib.suppress(OSError):  # its end-of-sequence ids go into the export; a folder may come without
+        lm.generation_config = GenerationConfig.from_pretrained(path)
     policy._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
     full, error = {}, None

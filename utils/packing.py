@@ -12,6 +12,8 @@ from itertools import pairwise
 
 import torch
 
+from utils.dist import all_gather
+
 
 def pad_rows(rows: Sequence[Sequence[float | int]], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
     """Ragged rows -> [B, R], right-padded with zeros; padding is told by length (`mask_from_lengths`)."""
@@ -72,15 +74,28 @@ class Packed:
         return values_N.new_zeros(num_rows, width).index_put((self.row_N, self.col_N), values_N)
 
 
-def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], device: torch.device) -> Packed:
+def plan_together(rollouts: Sequence, indices: Sequence[int], max_tokens: int) -> tuple[list[list[int]], int]:
+    """Micro-batches over `indices` of this rank's rollouts, and the response tokens in them over all ranks.
+
+    Collective. Returns as many lists of indices on every rank, some empty, because FSDP's collectives must match.
+    """
+    lengths = [len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids) for i in indices]
+    plan = [[indices[j] for j in part] for part in plan_micro_batches(lengths, max_tokens)]
+    gathered = all_gather((len(plan), sum(len(rollouts[i].response_ids) for i in indices)))
+    plan += [[]] * (max(count for count, _ in gathered) - len(plan))
+    return plan, sum(tokens for _, tokens in gathered)
+
+
+def pack(rollouts: Sequence, device: torch.device) -> Packed:
     """Lay whole sequences end to end in one row; without any, one token that nothing reads (a filling micro-batch).
 
+    Args: rollouts: anything with `prompt_ids` and `response_ids`.
     Raises: AssertionError on an empty prompt or response: neither has a token to predict from or to learn.
     """
     ids: list[int] = []
     positions: list[int] = []
     bounds, predict, target, rows, cols = [0], [], [], [], []
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+    for row, (prompt, response) in enumerate((r.prompt_ids, r.response_ids) for r in rollouts):
         assert len(prompt) > 0 and len(response) > 0, f"sequence {row}: {len(prompt)} + {len(response)} tokens"
         start, length = bounds[-1], len(prompt) + len(response)
         ids += [*prompt, *response]

@@ -6,7 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from hybrid_engine import HybridEngine, Sampling
+from hybrid_engine import HybridEngine, Rollout, Sampling
 from utils.dist import all_gather, init_distributed, world_mesh
 from utils.models import hf_name, load_policy
 from utils.packing import pack
@@ -18,7 +18,8 @@ engine = HybridEngine(path, seed=1, max_model_len=64, eos_token_ids=[5, 6], tens
 policy = load_policy(path, mesh, master_dtype=torch.float32, compute_dtype=torch.float32)
 engine.sync_weights(policy)
 optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-policy(pack([[1, 2], [3]], [[4, 5], [6, 7, 8]], torch.device("cpu")), 1.0)[0].sum().backward()
+warm = [Rollout(0, 0, [1, 2], [4, 5], [], ""), Rollout(1, 0, [3], [6, 7, 8], [], "")]
+policy(pack(warm, torch.device("cpu")), 1.0)[0].sum().backward()
 optimizer.step()
 optimizer.zero_grad()
 
@@ -57,7 +58,7 @@ rollouts = engine.generate(
 )
 assert sorted(finished) == sorted((r.uid, r.sample) for r in rollouts), "on_finish is for this rank's responses alone"
 assert [r.uid for r in rollouts] == [u for u in uids for _ in range(3)]
-packed = pack([r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts], torch.device("cpu"))
+packed = pack(rollouts, torch.device("cpu"))
 with torch.no_grad():
     trainer = policy(packed, 1.0)[0]
 difference = (trainer - torch.tensor([x for r in rollouts for x in r.logprobs])).abs().max().item()
