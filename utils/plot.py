@@ -6,6 +6,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import tyro
 
 from utils.metrics import read_jsonl
 
@@ -48,12 +49,13 @@ def plot_runs(run_dirs: list[Path], out: Path) -> Path:
     return out
 
 
-def main(run_dirs: list[Path], out: Path = Path("curves.png")) -> None:
-    """Draw the curves of one or more run folders."""
-    print(plot_runs(run_dirs, out))
+def main(run_dirs: tyro.conf.Positional[list[Path]], out: Path = Path("curves.png")) -> None:
+    """Draw the curves of one or more run folders into one picture."""
+    try:
+        print(plot_runs(run_dirs, out))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":
-    import tyro
-
     tyro.cli(main)
