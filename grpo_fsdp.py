@@ -32,7 +32,7 @@ b responses of a micro-batch, N response tokens of a micro-batch. [i, t] speaks 
 import math
 import time
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -40,16 +40,25 @@ import numpy as np
 import torch
 import tyro
 
-from hybrid_engine import HybridEngine, Rollout, Sampling, check_tensor_parallel
+from hybrid_engine import HybridEngine, Rollout, Sampling, check_engine
 from utils import tiny
 from utils.checkpoint import export_hf, load_checkpoint, open_run, save_checkpoint
 from utils.data import PromptData, encode_prompt, load_prompts, step_uids
-from utils.dist import all_gather, broadcast, init_distributed, one_line_errors, seed_for, world_mesh
+from utils.dist import (
+    all_gather,
+    broadcast,
+    fail_together,
+    init_distributed,
+    one_line_errors,
+    seed_for,
+    world_mesh,
+)
 from utils.metrics import Metrics, Progress, append_jsonl, peak_memory_gib, read_jsonl
 from utils.models import end_of_sequence_ids, load_config, load_policy, load_tokenizer
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
 from utils.plot import plot_runs
-from utils.reward_pool import RewardPool, check_reward
+from utils.preflight import check_flags, check_sizes
+from utils.reward_pool import RewardPool, Score, check_reward
 
 
 @dataclass
@@ -106,7 +115,7 @@ class Args:
     reward: str = ""
     """gsm8k, tiny, or path/to/file.py:function; several with weights: gsm8k:1.0,format.py:f:0.2."""
     reward_timeout_s: float = 10.0
-    """Seconds a reward call may take; a slower one is killed and counted (score 0)."""
+    """Seconds a reward call may take; a slower one is killed, counted and left out of its group."""
     reward_workers: int = 2
     """Reward worker processes per rank."""
 
@@ -118,7 +127,7 @@ class Args:
     lr: float = 1e-6
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: constant, or cosine to 0 at the last step."""
+    """After the warm-up: constant, or a cosine that would reach 0 one step after the last."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     weight_decay: float = 0.0
@@ -147,22 +156,30 @@ class Args:
     """What vLLM gives back during the update (CUDA): nothing, its KV cache, or its weights too."""
 
 
+DEFAULTS = {field.name: field.default for field in fields(Args)}
+
+
 # ---- the algorithm: pure functions, tensors in and out --------------------------------------------------------------
 
 
-def group_advantages(scores_B: torch.Tensor, group_size: int, scale: bool) -> torch.Tensor:
+def group_advantages(scores_B: torch.Tensor, judged_B: torch.Tensor, group_size: int, scale: bool) -> torch.Tensor:
     """Advantage of each response over its group: (R - mean_g) / std_g, or R - mean_g without `scale`.
 
-    Shapes: [B] prompt-major -> [B] float32.
+    Shapes: [B] prompt-major -> [B] float32; judged_B: bool, whether there is a score at all.
     Paper: 2402.03300 sec. 4.1.2; without scale 2503.20783 listing 1.
     """
-    scores_PG = scores_B.double().view(-1, group_size)
-    centred_PG = scores_PG - scores_PG.mean(-1, keepdim=True)
+    scores_PG, judged_PG = scores_B.double().view(-1, group_size), judged_B.view(-1, group_size)
+    # DETAIL: a response without a score is left out of its group's mean and std and gets advantage 0, because any
+    # number in its place would be a reward for making the judge fail.
+    count_P1 = judged_PG.sum(-1, keepdim=True)
+    mean_P1 = (scores_PG * judged_PG).sum(-1, keepdim=True) / count_P1.clamp_min(1)
+    centred_PG = (scores_PG - mean_P1) * judged_PG
     if scale:
         # DETAIL: sample std (n - 1), because the paper does not say and every code base compared does; two-pass, in
         # float64. DETAIL: std is floored at 1e-3 instead of adding an epsilon, because a group of nearly equal scores
         # must not be blown up, and others should not be shrunk.
-        centred_PG = centred_PG / scores_PG.std(-1, keepdim=True).clamp_min(1e-3)
+        std_P1 = (centred_PG.square().sum(-1, keepdim=True) / (count_P1 - 1).clamp_min(1)).sqrt()
+        centred_PG = centred_PG / std_P1.clamp_min(1e-3)
     return centred_PG.flatten().float()
 
 
@@ -216,90 +233,28 @@ def learning_rate(step: int, num_steps: int, peak: float, schedule: str, warmup_
 # ---- preflight ------------------------------------------------------------------------------------------------------
 
 
-def with_tiny_defaults(args: Args) -> Args:
-    """`--model tiny`: make its model and data, and lay its table of values over the flags still at their default."""
-    made = broadcast(tiny.ensure(Path("runs/.tiny"), args.seed) if torch.distributed.get_rank() == 0 else None)
-    default = {f.name: f.default for f in fields(Args)}
-    laid = {k: v for k, v in {**tiny.DEFAULTS, **made}.items() if k == "model" or getattr(args, k) == default[k]}
-    if torch.distributed.get_rank() == 0:
-        print("--model tiny sets: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in laid.items()))
-    return Args(**{**asdict(args), **{k: str(v) if isinstance(v, Path) else v for k, v in laid.items()}})
-
-
-def check_args(args: Args, world_size: int) -> None:
-    """Refuse flags that cannot work, and flags that would have no effect, before anything loads.
+def check_args(args: Args, world_size: int, positions: int) -> None:
+    """Refuse flags that cannot work, and flags that would have no effect.
 
     Raises: ValueError with flag, value, rule and a value that works.
     """
-    default = {f.name: f.default for f in fields(Args)}
-    positive = "prompts_per_step max_prompt_len max_response_len update_epochs max_num_seqs max_tokens_per_gpu"
-    for name in [*positive.split(), "lr", "temperature", "kv_cache_gib", "reward_timeout_s", "max_grad_norm"]:
-        value = getattr(args, name)
-        if not (value > 0 and math.isfinite(value)) and (name, value) != ("lr", 0):
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be above 0; the default is {default[name]}")
-    not_negative = "num_steps num_epochs save_every eval_every minibatch_size warmup_steps weight_decay kl_coef"
-    for name in [*not_negative.split(), "clip_low", "clip_high"]:
-        if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be below 0")
-    if args.temperature > 2:
-        raise ValueError(f"--temperature {args.temperature}: must be above 0 and at most 2, vLLM's limit; 1.0 works")
-    if not args.train_files or not args.reward:
-        flag = "--train-files" if not args.train_files else "--reward"
-        example = "data/gsm8k/train.parquet" if not args.train_files else "gsm8k"
-        raise ValueError(f"{flag}: must be given with --model {args.model}; {flag} {example}, for example")
+    no_kl, no_val = ("--kl-coef 0", args.kl_coef == 0), ("no --val-files", not args.val_files)
+    idle = {"ref_model": no_kl, "kl_estimator": no_kl, "eval_every": no_val}
+    idle |= {"num_epochs": ("--num-steps above 0", args.num_steps > 0)}
+    check_flags(
+        asdict(args),
+        DEFAULTS,
+        positive="num_epochs prompts_per_step max_prompt_len max_response_len kv_cache_gib max_num_seqs reward_workers "
+        "reward_timeout_s update_epochs max_grad_norm max_tokens_per_gpu",
+        not_negative="num_steps save_every eval_every minibatch_size lr warmup_steps weight_decay clip_low clip_high "
+        "kl_coef",
+        idle=idle,
+    )
     if args.group_size < 2:
         raise ValueError(
             f"--group-size {args.group_size}: must be 2 or more, one response has no group to compare with; 8 works"
         )
-    if args.prompts_per_step % world_size:
-        lower = args.prompts_per_step // world_size * world_size
-        works = " or ".join(str(v) for v in (lower, lower + world_size) if v)
-        raise ValueError(
-            f"--prompts-per-step {args.prompts_per_step}: must divide by the {world_size} ranks; {works} works"
-        )
-    responses = args.prompts_per_step * args.group_size
-    if args.minibatch_size and responses % args.minibatch_size:
-        works = [v for v in range(1, responses + 1) if responses % v == 0]
-        near = min(works, key=lambda v: abs(v - args.minibatch_size))
-        raise ValueError(
-            f"--minibatch-size {args.minibatch_size}: must divide the step's {responses} responses "
-            f"(--prompts-per-step x --group-size); {near} works"
-        )
-    longest = args.max_prompt_len + args.max_response_len
-    if args.max_tokens_per_gpu < longest:
-        raise ValueError(
-            f"--max-tokens-per-gpu {args.max_tokens_per_gpu}: must hold --max-prompt-len + --max-response-len; "
-            f"{longest} works"
-        )
-    for name in ("ref_model", "kl_estimator"):
-        if args.kl_coef == 0 and getattr(args, name) != default[name]:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: has no effect with --kl-coef 0; 0.001 uses it"
-            )
-    if args.resume == "auto" and not args.run_dir:
-        raise ValueError("--resume auto: needs the --run-dir to look in; --run-dir runs/NAME")
-
-
-def check_model_fits(args: Args, config, num_prompts: int) -> None:
-    """Refuse flags that the model or the data cannot serve.
-
-    Raises: ValueError, as `check_args`.
-    """
-    longest, positions = args.max_prompt_len + args.max_response_len, config.max_position_embeddings
-    if longest > positions:
-        raise ValueError(
-            f"--max-response-len {args.max_response_len}: with --max-prompt-len {args.max_prompt_len} goes beyond the "
-            f"model's {positions} positions; {positions - args.max_prompt_len} works"
-        )
-    if args.prompts_per_step > num_prompts:
-        raise ValueError(
-            f"--prompts-per-step {args.prompts_per_step}: there are only {num_prompts} training prompts, and one twice "
-            f"in a step would give the same samples twice; {num_prompts} or fewer works"
-        )
-    if args.ref_model and load_config(args.ref_model, "--ref-model").vocab_size != config.vocab_size:
-        raise ValueError(
-            f"--ref-model {args.ref_model}: has another vocabulary than --model {args.model}; leave it out"
-        )
+    check_sizes(asdict(args), world_size, positions)
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -312,25 +267,36 @@ def main(args: Args) -> None:
     rank, world = mesh.get_rank(), mesh.size()
     with one_line_errors():
         if args.model == "tiny":
-            args = with_tiny_defaults(args)
-        check_args(args, world)
-        config = load_config(args.model)
-        check_tensor_parallel(config, args.tensor_parallel_size, world)
-        tokenizer = load_tokenizer(args.model)
-        eos_token_ids = end_of_sequence_ids(args.model, config, tokenizer)
+            made = broadcast(tiny.ensure(Path("runs/.tiny"), args.seed) if rank == 0 else None)
+            args = replace(args, **tiny.flags(asdict(args), DEFAULTS, made, show=rank == 0))
+        with fail_together():
+            config, tokenizer = load_config(args.model), load_tokenizer(args.model)
+            check_args(args, world, config.max_position_embeddings)
+            check_engine(config, args.tensor_parallel_size, world, args.sleep != "none")
+            eos_token_ids = end_of_sequence_ids(args.model, config, tokenizer)
+            if args.ref_model and load_tokenizer(args.ref_model, "--ref-model").get_vocab() != tokenizer.get_vocab():
+                raise ValueError(f"--ref-model {args.ref_model}: has another vocabulary than --model; leave it out")
         data = load_prompts(args.train_files, "--train-files", tokenizer, args.max_prompt_len)
         val = load_prompts(args.val_files, "--val-files", tokenizer, args.max_prompt_len) if args.val_files else []
-        check_model_fits(args, config, len(data))
-        check_reward(args.reward, data.row(0), args.reward_timeout_s)
+        num_steps = args.num_steps or math.ceil(args.num_epochs * len(data) / args.prompts_per_step)
+        with fail_together():
+            for rows in filter(len, (data, val)):
+                check_reward(args.reward, rows.row(0), args.reward_timeout_s, rows.flag)
+            if args.warmup_steps >= num_steps:
+                raise ValueError(f"--warmup-steps {args.warmup_steps}: must be below the {num_steps} steps of the run")
+        auto = "bfloat16" if device.type == "cuda" else "float32"
+        args = replace(args, dtype=auto if args.dtype == "auto" else args.dtype)
         run_dir = Path(args.run_dir or broadcast(f"runs/grpo_{time.strftime('%Y%m%d_%H%M%S')}"))
-        checkpoint = open_run(str(run_dir), args.resume, asdict(args), __file__)
+        record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
+        checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
+        if done >= num_steps:
+            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done + 1} or more")
 
-    num_steps = args.num_steps or math.ceil(args.num_epochs * len(data) / args.prompts_per_step)
     P, G = args.prompts_per_step // world, args.group_size
     B, num_responses = P * G, args.prompts_per_step * G
     minibatch_size = args.minibatch_size or num_responses
     one_update = args.update_epochs * num_responses == minibatch_size  # the batch is used for one optimizer step
-    dtype = getattr(torch, args.dtype.replace("auto", "bfloat16" if device.type == "cuda" else "float32"))
+    dtype = getattr(torch, args.dtype)
     if rank == 0:
         print(
             f"{run_dir}: {num_steps} steps of {args.prompts_per_step} prompts x {G} on {world} {device.type} rank(s), "
@@ -350,22 +316,30 @@ def main(args: Args) -> None:
         dtype=dtype,
         sleep_mode=args.sleep != "none",
     )
-    policy = load_policy(
-        args.model,
-        mesh,
-        master_dtype=torch.float32,
-        compute_dtype=dtype,
-        activation_checkpointing=args.activation_checkpointing,
-        compile_blocks=args.compile,
-    )
     reference = None
-    if args.kl_coef:
-        ref_model = args.ref_model or args.model
-        reference = load_policy(ref_model, mesh, master_dtype=dtype, compute_dtype=dtype, trainable=False)
+    with one_line_errors():
+        policy = load_policy(
+            args.model,
+            mesh,
+            master_dtype=torch.float32,
+            compute_dtype=dtype,
+            activation_checkpointing=args.activation_checkpointing,
+            compile_blocks=args.compile,
+        )
+        if args.kl_coef:
+            ref_model, flag = (args.ref_model, "--ref-model") if args.ref_model else (args.model, "--model")
+            reference = load_policy(
+                ref_model, mesh, master_dtype=dtype, compute_dtype=dtype, trainable=False, flag=flag
+            )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    first_step = 1 + (load_checkpoint(checkpoint, policy, optimizer) if checkpoint else 0)
+    if checkpoint:
+        load_checkpoint(checkpoint, policy, optimizer)
     pool = RewardPool(args.reward, args.reward_workers, args.reward_timeout_s)
-    progress = Progress(run_dir.name, first_step - 1, num_steps, show=rank == 0)
+    progress = Progress(run_dir.name, done, num_steps, show=rank == 0)
+
+    def stop(message: str) -> None:
+        """End the run, on every rank at once, with one line; checkpoints stay as they are."""
+        raise SystemExit(f"error: {message}" if rank == 0 else 1)
 
     def rollout_and_score(source: PromptData, uids: list[int], n: int, step: int, sampling: Sampling):
         """Phases 1 and 2: a response goes to the reward workers the moment it ends, while others still generate."""
@@ -380,12 +354,21 @@ def main(args: Args) -> None:
         rollouts = engine.generate(prompts, uids, n=n, step=step, sampling=sampling, on_finish=submit)
         return rollouts, futures
 
+    def collect(rollouts: list[Rollout], futures: dict[int, Future], what: str) -> list[Score]:
+        """Phase 2: the scores, in the order of the rollouts; ends the run where not one response could be judged."""
+        scores = [futures[id(r)].result() for r in rollouts]
+        failures = all_gather((len(scores), [s.message for s in scores if s.error is not None]))
+        if sum(count for count, _ in failures) == sum(len(messages) for _, messages in failures):
+            message = next(messages[0] for _, messages in failures if messages)
+            stop(f"--reward {args.reward}: failed on all responses of {what}: {message}")
+        return scores
+
     def evaluate(step: int, metrics: Metrics) -> None:
         """Greedy on every held-out prompt, each rank its share; a few whole samples go to rollouts.jsonl."""
         share = list(range(rank, len(val), world))
         sampling = Sampling(temperature=0.0, max_tokens=args.max_response_len, logprobs=False)
         rollouts, futures = rollout_and_score(val, share, 1, step, sampling)
-        scores = [futures[id(r)].result() for r in rollouts]
+        scores = collect(rollouts, futures, f"the evaluation at step {step}")
         assert sum(all_gather(len(scores))) == len(val), "not every held-out prompt was evaluated"
         metrics.add("eval/score", sum(s.value for s in scores), len(scores))
         metrics.add("eval/error_frac", sum(s.error is not None for s in scores), len(scores))
@@ -417,7 +400,7 @@ def main(args: Args) -> None:
     metrics = Metrics()
     with metrics.timed("sync", device):
         engine.sync_weights(policy)
-    if val and args.eval_every and first_step == 1:
+    if val and args.eval_every and done == 0:
         evaluate(0, metrics)
         figures = metrics.reduce()
         if rank == 0:
@@ -425,7 +408,7 @@ def main(args: Args) -> None:
         progress.update(figures, steps=0)
 
     metrics = Metrics()
-    for step in range(first_step, num_steps + 1):
+    for step in range(done + 1, num_steps + 1):
         step_began = time.perf_counter()
 
         # ---- 1 rollout ----
@@ -438,13 +421,7 @@ def main(args: Args) -> None:
 
         # ---- 2 score ----
         with metrics.timed("score", device):
-            scores = [futures[id(r)].result() for r in rollouts]
-        errors = [s for s in scores if s.error is not None]
-        if sum(all_gather(len(errors))) == num_responses:
-            last = next(s.message for s in errors)
-            raise SystemExit(
-                f"error: --reward {args.reward}: failed on all {num_responses} responses of step {step}: {last}"
-            )
+            scores = collect(rollouts, futures, f"step {step}")
 
         # ---- 3 batch ----
         lengths_B = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
@@ -452,16 +429,19 @@ def main(args: Args) -> None:
         mask_BR = mask_from_lengths(lengths_B, R)
         rollout_logprobs_BR = pad_rows([r.logprobs for r in rollouts], torch.float32, R).to(device)
         scores_B = torch.tensor([s.value for s in scores], dtype=torch.float64, device=device)
+        judged_B = torch.tensor([s.error is None for s in scores], device=device)
 
         # ---- 4 no-grad ----
         with metrics.timed("nograd", device):
-            # With one optimizer step per batch the policy of the update is the old one: no extra forward.
+            # With one optimizer step per batch the policy of the update is the old one: no extra forward. DETAIL: else
+            # micro-batches are packed over all responses here and over the minibatch there; in bfloat16 the first
+            # ratios are then 1 only up to rounding.
             old_logprobs_BR = None if one_update else logprobs_of(policy, rollouts, R)
             ref_logprobs_BR = logprobs_of(reference, rollouts, R) if reference else None
 
         # ---- 5 advantages ----
         # DETAIL: a truncated response keeps its score and its tokens, because the paper masks nothing.
-        advantages_B = group_advantages(scores_B, G, args.scale_advantages)
+        advantages_B = group_advantages(scores_B, judged_B, G, args.scale_advantages)
 
         # ---- 6 update ----
         lr = learning_rate(step, num_steps, args.lr, args.lr_schedule, args.warmup_steps)
@@ -501,18 +481,16 @@ def main(args: Args) -> None:
                         metrics.add("policy/loss", (loss_bR * mask_bR).sum(), tokens)
                         metrics.add("policy/clip_frac", (clipped_bR & mask_bR).sum(), tokens)
                         metrics.add("policy/approx_kl", (ratio_bR - 1 - ratio_bR.log()).sum(), tokens)
-                        metrics.add("policy/ratio_max", (ratio_bR * mask_bR).max())
+                        metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
                         metrics.add("policy/entropy", entropy_N.sum(), tokens)
                         if epoch == 0 and start == 0:  # before the first optimizer step: same weights on both sides
                             diff_bR = (logprobs_bR.detach() - rollout_logprobs_BR[part]).abs()  # 0 on padding
                             metrics.add("rollout/logprob_diff_mean", diff_bR.sum(), tokens)
-                            metrics.add("rollout/logprob_diff_max", diff_bR.max())
+                            metrics.add_max("rollout/logprob_diff_max", diff_bR.max())
                     # Over DTensors this is the norm of the whole gradient, not of this rank's shards.
                     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                     if not torch.isfinite(norm):
-                        raise SystemExit(
-                            f"error: gradient norm {norm.item()} at step {step}; nothing was updated by it"
-                        )
+                        stop(f"the gradient norm of step {step} is {norm.item()}; nothing was updated by it")
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
                     metrics.add("optim/grad_norm", norm)
@@ -522,19 +500,20 @@ def main(args: Args) -> None:
         with metrics.timed("sync", device):
             if args.sleep != "none":
                 engine.wake()
-            engine.sync_weights(policy)
+            report = engine.sync_weights(policy)
+        metrics.add("time/sync_reset_s", report.reset_seconds)
 
         # ---- 8 log, evaluate, save ----
         scores_PG = scores_B.view(P, G)
         equal_P = scores_PG.amax(-1) == scores_PG.amin(-1)
-        metrics.add("reward/score", scores_B.sum(), B)
+        metrics.add("reward/score", (scores_B * judged_B).sum(), judged_B.sum())
         metrics.add("reward/score_std", scores_PG.std(-1).sum(), P)
         metrics.add("reward/zero_std_frac", equal_P.sum(), P)
-        metrics.add("reward/error_frac", len(errors), B)
+        metrics.add("reward/error_frac", (~judged_B).sum(), B)
         metrics.add("rollout/response_len", lengths_B.sum(), B)
         metrics.add("rollout/truncated_frac", sum(r.finish_reason == "length" for r in rollouts), B)
         metrics.add("optim/lr", lr)
-        metrics.add("perf/peak_mem_gib_max", peak_memory_gib(device))
+        metrics.add_max("perf/peak_mem_gib", peak_memory_gib(device))
         seconds = time.perf_counter() - step_began
         tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
         metrics.add("perf/tokens_per_s_per_gpu", tokens / seconds)
@@ -550,7 +529,7 @@ def main(args: Args) -> None:
         metrics = Metrics()  # saving comes after the step is logged, so its time stands with the next step
         if args.save_every and (step % args.save_every == 0 or last):
             with metrics.timed("save", device):
-                saved = save_checkpoint(run_dir, step, policy, optimizer, asdict(args))
+                saved = save_checkpoint(run_dir, step, policy, optimizer, *record)
                 if args.export_hf == "every":
                     export_hf(saved / "hf", policy, tokenizer)
 

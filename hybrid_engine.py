@@ -61,16 +61,20 @@ class SyncReport:
     num_bytes: int
 
 
-def check_tensor_parallel(config, tensor_parallel_size: int, world_size: int) -> None:
-    """Refuse a tensor-parallel size that cannot be laid over these ranks or this model.
+def check_engine(config, tensor_parallel_size: int, world_size: int, sleep_mode: bool) -> None:
+    """Refuse a tensor-parallel size that cannot be laid over these ranks or this model, and a setting sleep forbids.
 
-    Raises: ValueError naming a size that works.
+    Raises: ValueError naming a value that works.
     """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if sleep_mode else ():
+        if "expandable_segments:True" in os.environ.get(name, ""):
+            raise ValueError(f"--sleep: {name}={os.environ[name]} breaks vLLM's memory pool; expandable_segments:False")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
 
     def fits(t):  # kv heads are split, or whole ones replicated
-        return world_size % t == 0 and heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
+        divides = world_size % t == 0 and heads % t == 0 and config.intermediate_size % t == 0
+        return divides and (kv_heads % t == 0 or t % kv_heads == 0)
 
     if tensor_parallel_size < 1 or not fits(tensor_parallel_size):
         works = [t for t in range(1, world_size + 1) if fits(t)]
@@ -86,11 +90,6 @@ def _import_vllm():
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if torch.cuda.is_available():
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # its seeded sampling is nearly free; 0.32's default
-        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-            if "expandable_segments:True" in os.environ.get(name, ""):
-                raise ValueError(
-                    f"{name}={os.environ[name]}: vLLM's sleep pool needs expandable_segments off; unset it"
-                )
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it has read that itself
     import vllm
     from vllm.platforms import current_platform
@@ -181,6 +180,7 @@ class HybridEngine:
         self._plan: list[_Unit] = []
         self._planned_for: nn.Module | None = None  # the policy whose FSDP modules the plan names
         self._asleep: str | None = None
+        self._kv_asleep = False
         rank, size = dist.get_rank(), tensor_parallel_size
         for first in range(0, dist.get_world_size(), size):  # every rank takes part in making every group
             group = dist.new_group(list(range(first, first + size)), backend="gloo")
@@ -382,8 +382,6 @@ class HybridEngine:
             if self._asleep == "all":
                 self.llm.wake_up(["weights"])
         self._asleep, self._kv_asleep = None, True
-
-    _kv_asleep = False
 
     def _finish_wake(self) -> None:
         """After the weights are written: the gathered blocks' memory is free again, so the KV cache now fits."""

@@ -10,22 +10,33 @@ def close(tensor, expected, tolerance=1e-5):
     torch.testing.assert_close(tensor.double(), torch.tensor(expected).double(), atol=tolerance, rtol=0)
 
 
+def advantages(scores, scale, judged=None):
+    judged = torch.tensor(judged or [True] * len(scores))
+    return group_advantages(torch.tensor(scores, dtype=torch.float64), judged, 4, scale)
+
+
 def test_group_advantages_golden():
-    close(group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, True), [1.5, -0.5, -0.5, -0.5])
-    close(group_advantages(torch.tensor([1.0, 1, 0, 0]), 4, True), [0.86603, 0.86603, -0.86603, -0.86603])
-    close(group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, False), [0.75, -0.25, -0.25, -0.25])
+    close(advantages([1.0, 0, 0, 0], True), [1.5, -0.5, -0.5, -0.5])
+    close(advantages([1.0, 1, 0, 0], True), [0.86603, 0.86603, -0.86603, -0.86603])
+    close(advantages([1.0, 0, 0, 0], False), [0.75, -0.25, -0.25, -0.25])
 
 
 def test_groups_do_not_mix_and_are_prompt_major():
-    both = group_advantages(torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0]), 4, True)
+    both = advantages([1.0, 0, 0, 0, 1, 1, 0, 0], True)
     close(both, [1.5, -0.5, -0.5, -0.5, 0.86603, 0.86603, -0.86603, -0.86603])
 
 
 def test_equal_and_nearly_equal_scores_are_not_blown_up():
-    assert group_advantages(torch.full((8,), 0.7), 4, True).abs().max() == 0
+    assert advantages([0.7] * 8, True).abs().max() == 0
     # 0.1 + 0.2 - 0.3 style dust: std 2.8e-8 must not turn into advantages of order one
-    dust = torch.tensor([0.3, 0.30000001, 0.3, 0.3], dtype=torch.float64)
-    assert group_advantages(dust, 4, True).abs().max() < 1e-4
+    assert advantages([0.3, 0.30000001, 0.3, 0.3], True).abs().max() < 1e-4
+
+
+def test_a_response_without_a_score_leaves_its_group_as_if_it_had_not_been_sampled():
+    judged = [True, True, False, True, False, False, True, False, False, False, False, False]
+    got = advantages([1.0, 0, 9, 0, 5, 5, 1, 5, 7, 7, 7, 7], True, judged)
+    # (2/3, -1/3, -1/3) over the sample std 0.57735; a lone judged response has nothing to compare with
+    close(got, [1.15470, -0.57735, 0, -0.57735, 0, 0, 0, 0, 0, 0, 0, 0])
 
 
 RATIOS = [[1.1, 1.3, 1, 1], [0.9, 0.7, 1.0, 1.2], [1.0, 1, 1, 1], [1.25, 0.8, 1.0, 1]]
@@ -35,8 +46,8 @@ LENGTHS = [2, 4, 1, 3]
 @pytest.mark.parametrize("clip_high, first_row", [(0.2, [1.65, 1.8]), (0.28, [1.65, 1.92])])
 def test_clipped_loss_golden(clip_high, first_row):
     ratio = torch.tensor(RATIOS)
-    advantages = torch.tensor([1.5, -0.5, -0.5, -0.5])
-    loss, got_ratio, _ = policy_loss(ratio.log(), torch.zeros(4, 4), advantages, 0.2, clip_high)
+    group = torch.tensor([1.5, -0.5, -0.5, -0.5])
+    loss, got_ratio, _ = policy_loss(ratio.log(), torch.zeros(4, 4), group, 0.2, clip_high)
     close(got_ratio, RATIOS, 1e-6)
     terms = [(-loss[i, :n]).tolist() for i, n in enumerate(LENGTHS)]
     expected = [first_row, [-0.45, -0.4, -0.5, -0.6], [-0.5], [-0.625, -0.4, -0.5]]
@@ -48,8 +59,8 @@ def test_clipped_loss_golden(clip_high, first_row):
 
 
 def test_token_mean_over_two_groups_golden():
-    one = group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, True)
-    two = group_advantages(torch.tensor([1.0, 1, 0, 0]), 4, True)
+    one = advantages([1.0, 0, 0, 0], True)
+    two = advantages([1.0, 1, 0, 0], True)
     first, _, _ = policy_loss(torch.tensor(RATIOS).log(), torch.zeros(4, 4), one, 0.2, 0.2)
     second, _, _ = policy_loss(torch.tensor([[1.1], [0.95], [1.3], [0.7]]).log(), torch.zeros(4, 1), two, 0.2, 0.2)
     mask = torch.arange(4) < torch.tensor(LENGTHS)[:, None]

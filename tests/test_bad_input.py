@@ -8,9 +8,10 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, make_model, run
+from conftest import ROOT, run
 
 from utils import tiny
+from utils.data import PromptData
 
 REWARDS = """
 import time, os
@@ -21,6 +22,8 @@ def text(response, row): return "good"
 def dies(response, row): os._exit(3)
 def raises_later(response, row): return 0.0 if response == "" else 1 / 0
 """
+
+RESUME = ["--resume", "{tmp}/same/checkpoints/step_1", "--run-dir", "{tmp}/new"]
 
 # flags over a run that works -> what the one line must say
 CASES = {
@@ -37,10 +40,18 @@ CASES = {
     "tensor parallel": (["--tensor-parallel-size", "2"], r"--tensor-parallel-size 2: must divide the 1 rank.* 1 works"),
     "token budget": (["--max-tokens-per-gpu", "20"], r"--max-tokens-per-gpu 20: .*; 28 works"),
     "positions": (["--max-response-len", "2040"], r"--max-response-len 2040: .* 2048 positions; 2032 works"),
-    "more prompts than rows": (["--prompts-per-step", "8000"], r"--prompts-per-step 8000: there are only 7495"),
+    "no workers": (["--reward-workers", "0"], r"--reward-workers 0: must be above 0"),
+    "nothing to evaluate": (["--eval-every", "5"], r"--eval-every 5: has no effect with no --val-files"),
+    "steps and epochs": (["--num-steps", "2", "--num-epochs", "3"], r"--num-epochs 3: has no effect with --num-steps"),
+    "warm-up of all": (["--num-steps", "2", "--warmup-steps", "2"], r"--warmup-steps 2: must be below the 2 steps"),
+    "rows without truth": (["--train-files", "{tmp}/truth.parquet"], r"on --train-files.* no reward_model"),
+    "held-out without truth": (["--val-files", "{tmp}/truth.parquet"], r"on --val-files.* no reward_model"),
+    "no weights": (["--model", "{tmp}/hollow"], r"--model .*hollow: has no weights"),
+    "other rows": (["--resume", "{tmp}/used/checkpoints/step_1", "--run-dir", "{tmp}/n"], r"--train-files .*other row"),
+    "already there": (["--num-steps", "1", *RESUME], r"--num-steps 1: the checkpoint is at step 1 already; 2 or more"),
     "other vocabulary": (["--kl-coef", "0.1", "--ref-model", "{tmp}/wide"], r"--ref-model .*has another vocabulary"),
-    "negative rate": (["--lr", "-1"], r"--lr -1.0: must be above 0"),
-    "hot": (["--temperature", "3"], r"--temperature 3.0: must be above 0 and at most 2"),
+    "negative rate": (["--lr", "-1"], r"--lr -1.0: must not be below 0"),
+    "hot": (["--temperature", "3"], r"--temperature 3.0: must be from 0.01 to 2"),
     "zero steps of eval": (["--eval-every", "-1"], r"--eval-every -1: must not be below 0"),
     "idle flag": (["--kl-estimator", "k1"], r"--kl-estimator k1: has no effect with --kl-coef 0"),
     "idle reference": (["--ref-model", "x"], r"--ref-model x: has no effect with --kl-coef 0"),
@@ -59,7 +70,7 @@ CASES = {
     "used run folder": (["--run-dir", "{tmp}/used"], r"--run-dir .*used: holds an earlier run; use --resume auto"),
     "no checkpoint": (["--resume", "{tmp}/used"], r"--resume .*used: must be a checkpoint folder"),
     "auto without folder": (["--resume", "auto", "--run-dir", ""], r"--resume auto: needs the --run-dir"),
-    "other flags": (["--resume", "{tmp}/used/checkpoints/step_1", "--lr", "0.5"], r"--lr 0.5: differs from .* 1e-06"),
+    "other flags": (["--lr", "0.5", *RESUME], r"--lr 0.5: differs from .* 1e-06"),
 }  # fmt: skip
 
 
@@ -68,16 +79,22 @@ def tmp(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("bad")
     tiny.make_model(tmp / "model", seed=1, num_sft_steps=0)
     tiny.make_data(tmp / "data")
-    make_model(tmp / "wide", vocab_size=300)
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.add_tokens(["one more"])
+    tokenizer.save_pretrained(tmp / "wide")
     shutil.copytree(tmp / "model", tmp / "bare", ignore=shutil.ignore_patterns("token*", "chat*", "special*"))
     (tmp / "rewards.py").write_text(REWARDS)
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp / "empty.parquet")
     pq.write_table(pa.table({"question": ["1+1="]}), tmp / "column.parquet")
     pq.write_table(pa.table({"prompt": [1, 2]}), tmp / "numbers.parquet")
-    (tmp / "used/checkpoints/step_1").mkdir(parents=True)
-    (tmp / "used/metrics.jsonl").write_text('{"step": 1}\n')
-    state = {"step": 1, "args": {"lr": 1e-6, "seed": 1}}
-    (tmp / "used/checkpoints/step_1/state.json").write_text(json.dumps(state))
+    pq.write_table(pa.table({"prompt": ["1+1="]}), tmp / "truth.parquet")
+    shutil.copytree(tmp / "model", tmp / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
+    fingerprint = PromptData(str(tmp / "data/train.parquet")).fingerprint()
+    for name, data in (("used", "0"), ("same", fingerprint)):
+        (tmp / name / "checkpoints/step_1").mkdir(parents=True)
+        (tmp / name / "metrics.jsonl").write_text('{"step": 1}\n')
+        state = {"step": 1, "args": {"lr": 1e-6, "seed": 1}, "data": {"train-files": data}}
+        (tmp / name / "checkpoints/step_1/state.json").write_text(json.dumps(state))
     return tmp
 
 
@@ -137,6 +154,6 @@ def test_a_reward_that_fails_on_everything_stops_the_run_and_loses_no_checkpoint
     args.write_text(args.read_text().replace('"reward": "tiny"', f'"reward": "{broken}"'))
     result = run([*command, "--num-steps", 3, "--resume", "auto", "--reward", broken])
     assert result.returncode == 1
-    assert "error: --reward" in result.stderr and "failed on all 32 responses of step 2" in result.stderr
+    assert "error: --reward" in result.stderr and "failed on all responses of step 2" in result.stderr
     assert "ZeroDivisionError" in result.stderr and "Traceback" not in result.stderr
     assert [p.name for p in (tmp / "later/checkpoints").iterdir()] == ["step_1"]

@@ -190,9 +190,11 @@ def test_null_prompt_is_an_error(tmp_path):
 @pytest.mark.parametrize(("n", "per_step"), [(10, 4), (12, 4), (7, 7), (5, 12), (1, 3)])
 def test_every_uid_once_per_epoch(n, per_step):
     stream = [uid for step in range(1, 3 * n + 1) for uid in step_uids(n, 5, step, per_step)]
+    assert len(set(stream)) == len(stream)  # a row that comes again has another uid, so other samples
     for start in range(0, len(stream) - n + 1, n):
-        assert sorted(stream[start : start + n]) == list(range(n))
-        assert stream[start : start + n] == epoch_order(n, 5, start // n).tolist()
+        epoch = [uid - start for uid in stream[start : start + n]]  # uid = row + n * epoch
+        assert sorted(epoch) == list(range(n))
+        assert epoch == epoch_order(n, 5, start // n).tolist()
 
 
 def test_order_depends_on_seed_and_epoch_and_step_alone():

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 def test_pad_and_mask_tell_padding_by_length_not_by_value():
     rows = [[0, 7, 0], [0], [3, 0]]  # token 0 is both padding and a real token
-    padded_BR = pad_rows(rows, torch.long)
+    padded_BR = pad_rows(rows, torch.long, 3)
     mask_BR = mask_from_lengths(torch.tensor([3, 1, 2]), 3)
     assert padded_BR.tolist() == [[0, 7, 0], [0, 0, 0], [3, 0, 0]]
     assert mask_BR.tolist() == [[True] * 3, [True, False, False], [True, True, False]]

@@ -374,3 +374,12 @@ def test_check_reward(user, tmp_path):
         assert str(caught.value).startswith(f"--reward {spec}:") and "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=f"no answer within 1 s.*{rule} 1 s"):
         check_reward(f"{user}:hang", ROW, 1.0)
+
+
+def test_a_reward_that_always_hangs_is_not_waited_for_on_every_response(tmp_path):
+    (tmp_path / "hang.py").write_text("import time\ndef f(response, row): time.sleep(60)")
+    start = time.monotonic()
+    with RewardPool(f"{tmp_path}/hang.py:f", 2, 0.1) as pool:
+        scores = [future.result(60) for future in [pool.submit("x", ROW) for _ in range(400)]]
+    assert {score.error for score in scores} == {"timeout"}
+    assert time.monotonic() - start < 20  # 400 calls of 0.1 s and a new worker each would be minutes

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, SHARED, needs_shared, run, torchrun
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from utils import tiny
 
@@ -20,6 +20,9 @@ def folder(tmp_path_factory):
     """A random tiny model, its data, and the straight one-rank run that the others are compared with."""
     folder = tmp_path_factory.mktemp("runs")
     tiny.make_model(folder / "model", seed=3, num_sft_steps=0)
+    # sampling values without do_sample: transformers loads such a file, and refuses to save it
+    generation = {**json.loads((folder / "model/generation_config.json").read_text()), "temperature": 0.7, "top_p": 0.8}
+    (folder / "model/generation_config.json").write_text(json.dumps(generation))
     tiny.make_data(folder / "data")
     result = run([sys.executable, *command(folder, "straight"), "--save-every", 1])
     assert result.returncode == 0, result.stderr[-4000:]
@@ -79,8 +82,10 @@ def test_the_straight_run_learned_and_left_a_whole_run_folder(folder):
     assert 0.8 < phases / last["time/step_s"] <= 1.0
     samples = [json.loads(line) for line in (straight / "rollouts.jsonl").read_text().splitlines()]
     assert {s["step"] for s in samples} == {0, 3} and all("=" in s["prompt"] for s in samples)
-    exported = AutoModelForCausalLM.from_pretrained(straight / "hf")
-    assert exported.generation_config.eos_token_id == tiny.make_tokenizer().eos_token_id
+    AutoModelForCausalLM.from_pretrained(straight / "hf"), AutoTokenizer.from_pretrained(straight / "hf")
+    for name in ("generation_config.json", "config.json"):
+        exported, source = (json.loads((path / name).read_text()) for path in (straight / "hf", folder / "model"))
+        assert exported == source, name
     log = (folder / "straight.log").read_text()
     assert "straight: mean score" in log and "on 200 held-out prompts" in log
 

@@ -7,9 +7,10 @@ aside and renamed whole: a folder named step_N is complete. DCP's metadata is a 
 
 import json
 import os
+import shlex
 import shutil
-import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
@@ -36,27 +37,34 @@ MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what wa
 }  # fmt: skip
 
 
-def open_run(run_dir: str, resume: str, args: dict, script: str) -> Path | None:
-    """Create or re-enter the run folder and record what runs; returns the checkpoint to resume from, if any.
+def open_run(run_dir: Path, resume: str, args: dict, data: dict, script: str) -> tuple[Path | None, int]:
+    """Create or re-enter the run folder and record what runs; returns the checkpoint to resume from, and its step.
 
-    Writes args.json, command.txt, env.txt and code/. On resume cuts metrics.jsonl and rollouts.jsonl back to the step.
-    Raises: ValueError for a used folder without --resume, a missing checkpoint, or flags that may not change.
+    Writes args.json, command.txt, env.txt and code/. On resume cuts metrics.jsonl and rollouts.jsonl back to the step,
+    and renames checkpoints beyond it. Args: args: flag values; data: fingerprints by the name of their flag.
+    Raises: ValueError for a used folder without --resume, a missing checkpoint, or flags or data that may not change.
     """
-    run, checkpoint, error = Path(run_dir), None, None
-    if dist.get_rank() == 0:
-        try:
-            checkpoint = _open_run(run, resume, args, script)
-        except (ValueError, OSError) as caught:
-            error = str(caught) if isinstance(caught, ValueError) else f"--run-dir {run_dir}: {caught}"
-    fail_together(error)
-    return broadcast(checkpoint)
+    found = None, 0
+    with fail_together():
+        if dist.get_rank() == 0:
+            try:
+                found = _open_run(run_dir, resume, args, data, script)
+            except OSError as error:
+                raise ValueError(f"--run-dir {run_dir}: cannot be written ({error}); give a folder of yours") from error
+    return broadcast(found)
 
 
-def _open_run(run: Path, resume: str, args: dict, script: str) -> Path | None:
-    checkpoint = None
+def _step_of(folder: Path) -> int:
+    """N of a whole checkpoint's folder step_N, else -1 (one being written, or left behind by a resume)."""
+    number = folder.name.removeprefix("step_")
+    return int(number) if number.isdigit() else -1
+
+
+def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tuple[Path | None, int]:
+    checkpoint, step = None, 0
+    saved = sorted((p for p in run.glob("checkpoints/step_*") if _step_of(p) >= 0), key=_step_of)
     if resume == "auto":
-        steps = [p for p in run.glob("checkpoints/step_*") if p.name.removeprefix("step_").isdigit()]
-        checkpoint = max(steps, key=lambda p: int(p.name.removeprefix("step_")), default=None)
+        checkpoint = saved[-1] if saved else None
     elif resume:
         checkpoint = Path(resume)
         if not (checkpoint / "state.json").exists():
@@ -67,7 +75,6 @@ def _open_run(run: Path, resume: str, args: dict, script: str) -> Path | None:
             raise ValueError(f"--run-dir {run}: holds another run than the one resumed; use a new folder")
     elif (run / "metrics.jsonl").exists():
         raise ValueError(f"--run-dir {run}: holds an earlier run; use --resume auto to continue it, or a new folder")
-    step = 0
     if checkpoint is not None:
         state = json.loads((checkpoint / "state.json").read_text())
         step = state["step"]
@@ -80,24 +87,32 @@ def _open_run(run: Path, resume: str, args: dict, script: str) -> Path | None:
                 f"--{k.replace('_', '-')} {args[k]}: differs from the resumed run's {state['args'][k]}; "
                 "use the same value, or start a new run"
             )
+        for name, fingerprint in data.items():
+            if state["data"].get(name) != fingerprint:
+                raise ValueError(f"--{name} {args[name.replace('-', '_')]}: holds other rows than the resumed run's")
+        for abandoned in (p for p in saved if _step_of(p) > step):  # else a later --resume auto would go on from it
+            shutil.rmtree(f"{abandoned}.old", ignore_errors=True)
+            abandoned.rename(f"{abandoned}.old")
     run.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         cut_jsonl(run / name, step if checkpoint is not None else -1)
     (run / "args.json").write_text(json.dumps(args, indent=2) + "\n")
     with (run / "command.txt").open("a") as file:
-        file.write(" ".join([f"WORLD_SIZE={dist.get_world_size()}", *sys.argv]) + "\n")
-    freeze = subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True)
-    (run / "env.txt").write_text(f"python {sys.version}\n{freeze.stdout}")
+        file.write(f"WORLD_SIZE={dist.get_world_size()} {shlex.join(sys.argv)}\n")
+    packages = sorted({f"{package.name}=={package.version}" for package in distributions()})
+    (run / "env.txt").write_text("\n".join([f"python=={sys.version}", *packages]) + "\n")
     root = Path(script).resolve().parent
     code = [Path(script).resolve(), root / "hybrid_engine.py", *sorted((root / "utils").glob("*.py"))]
     for source in code:
         target = run / "code" / source.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    return checkpoint
+    return checkpoint, step
 
 
-def save_checkpoint(run_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, args: dict) -> Path:
+def save_checkpoint(
+    run_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, args: dict, data: dict
+) -> Path:
     """Write checkpoints/step_N (collective). A failure on any rank leaves earlier checkpoints as they were."""
     final = run_dir / "checkpoints" / f"step_{step}"
     aside = final.with_name(f"{final.name}.tmp")
@@ -108,7 +123,13 @@ def save_checkpoint(run_dir: Path, step: int, model: nn.Module, optimizer: torch
     model_state, optim_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=aside)
     if dist.get_rank() == 0:
-        state = {"step": step, "args": args, "world_size": dist.get_world_size(), "torch": torch.__version__}
+        state = {
+            "step": step,
+            "args": args,
+            "data": data,
+            "world_size": dist.get_world_size(),
+            "torch": torch.__version__,
+        }
         (aside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
         shutil.rmtree(final, ignore_errors=True)
         os.replace(aside, final)
@@ -116,13 +137,12 @@ def save_checkpoint(run_dir: Path, step: int, model: nn.Module, optimizer: torch
     return final
 
 
-def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Fill model and optimizer from a checkpoint, on any number of ranks; returns its step (collective)."""
+def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill model and optimizer from a checkpoint, on any number of ranks (collective)."""
     model_state, optim_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optim": optim_state}
     dcp.load(state, checkpoint_id=checkpoint)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    return json.loads((checkpoint / "state.json").read_text())["step"]
 
 
 def export_hf(folder: Path, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -132,11 +152,12 @@ def export_hf(folder: Path, policy: PolicyModel, tokenizer: PreTrainedTokenizerB
         dtype = policy.saved_dtype
         with init_empty_weights():
             shell = AutoModelForCausalLM.from_config(policy.lm.config, dtype=dtype)
-        shell.generation_config = policy.lm.generation_config
         aside = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(aside, ignore_errors=True)
         shell.save_pretrained(aside, state_dict={hf_name(k): v.to(dtype) for k, v in full.items()})
         tokenizer.save_pretrained(aside)
+        if policy.generation_config_file:  # copied, because transformers refuses to save some that it loads
+            shutil.copyfile(policy.generation_config_file, aside / "generation_config.json")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
     dist.barrier()

@@ -117,11 +117,11 @@ class PromptData:
         return self._fingerprint
 
     def row(self, uid: int) -> dict:
-        """The row as plain Python values.
+        """The row of uid % len(self), as plain Python values: `step_uids` counts on from epoch to epoch.
 
         Raises: ValueError where the row group cannot be read, or the row has no prompt.
         """
-        assert 0 <= uid < len(self), (uid, len(self))
+        uid %= len(self)
         index = bisect.bisect_right(self._starts, uid) - 1
         row = self._read(index).slice(uid - self._starts[index], 1).to_pylist()[0]
         if row["prompt"] is None:
@@ -162,13 +162,14 @@ def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
 def step_uids(n: int, seed: int, step: int, prompts_per_step: int) -> list[int]:
     """The uids of step `step` (the first is 1), over all ranks; depends on no earlier call, so resuming is arithmetic.
 
-    Shapes: [prompts_per_step].
+    Shapes: [prompts_per_step]. Units: row + n * epoch.
     """
     assert step >= 1 and n >= 1, (step, n)
     # DETAIL: a batch runs on into the next epoch, because dropping or padding the last one would change how often a row
-    # is seen. Such a batch may hold a uid twice, once from either epoch.
+    # is seen. Such a batch may hold a row twice; the uid then differs by n, so that the two get samples of their own.
     start = (step - 1) * prompts_per_step
-    return [int(epoch_order(n, seed, i // n)[i % n]) for i in range(start, start + prompts_per_step)]
+    slots = range(start, start + prompts_per_step)
+    return [int(epoch_order(n, seed, i // n)[i % n]) + n * (i // n) for i in slots]
 
 
 # ---- tokens ----
@@ -245,13 +246,9 @@ def load_prompts(files: str, flag: str, tokenizer, max_prompt_len: int) -> Promp
 
     Raises: ValueError, the same on every rank.
     """
-    data, error, mine = None, None, []
-    try:
+    with fail_together():
         data = PromptData(files, flag)
         mine = find_overlong(data, tokenizer, max_prompt_len, (dist.get_rank(), dist.get_world_size()))
-    except ValueError as caught:
-        error = str(caught)
-    fail_together(error)
     if overlong := [item for share in all_gather(mine) for item in share]:
         raise ValueError(overlong_error(overlong, len(data), max_prompt_len))
     return data

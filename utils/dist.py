@@ -58,19 +58,25 @@ def broadcast(value: Any) -> Any:
     return box[0]
 
 
-def fail_together(error: str | None) -> None:
-    """Raise the first rank's error on every rank, so that no rank waits in a collective for one that has stopped.
+@contextmanager
+def fail_together() -> Iterator[None]:
+    """Around checks that one rank may fail alone (a file missing on one node): the error is raised on every rank.
 
-    Raises: ValueError with that message.
+    Else the others would wait in the next collective for a rank that has stopped. Raises: ValueError.
     """
-    errors = [e for e in all_gather(error) if e]
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as caught:
+        error = str(caught)
+    errors = [e for e in all_gather(error) if e is not None]
     if errors:
         raise ValueError(errors[0])
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Around the checks before anything loads: a ValueError, the user's mistake, ends the run with its one line."""
+    """A ValueError, the user's mistake and the same on every rank (see fail_together), ends the run with its line."""
     try:
         yield
     except ValueError as error:

@@ -1,7 +1,6 @@
 """Metrics of a step: (sum, count) over micro-batches and ranks, reduced once; metrics.jsonl; the progress bar.
 
-Keys are `family/quantity[_stat]`, families rollout reward policy optim time perf eval data. A key that ends in `_max`
-keeps the largest value, every other one the mean of what was added.
+Keys are `family/quantity[_stat]`, families rollout reward policy optim time perf eval data.
 """
 
 import json
@@ -26,17 +25,18 @@ class Metrics:
         self._max: dict[str, list] = {}
 
     def add(self, key: str, total: float | torch.Tensor, count: float = 1.0) -> None:
-        """Add `count` observations summing to `total` (for a `_max` key: one candidate for the maximum).
+        """Add `count` observations summing to `total`; the step's figure is their mean.
 
         Tensors stay on the device until `reduce`, so that adding never waits for the GPU.
         """
         if isinstance(total, torch.Tensor):
             total = total.detach().double()
-        if key.endswith("_max"):
-            self._max.setdefault(key, []).append(total)
-        else:
-            old_total, old_count = self._mean.get(key, (0.0, 0.0))
-            self._mean[key] = (old_total + total, old_count + float(count))
+        old_total, old_count = self._mean.get(key, (0.0, 0.0))
+        self._mean[key] = (old_total + total, old_count + float(count))
+
+    def add_max(self, key: str, value: float | torch.Tensor) -> None:
+        """Add one candidate; the step's figure is the largest."""
+        self._max.setdefault(key, []).append(value)
 
     @contextmanager
     def timed(self, phase: str, device: torch.device) -> Iterator[None]:
@@ -85,7 +85,7 @@ def append_jsonl(path: Path, *rows: dict) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """The objects of a JSONL file; a last line cut off by a kill is left out."""
+    """The objects of a JSONL file, up to a line that a kill cut off."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

@@ -4,7 +4,7 @@ Shapes: T packed tokens, N response tokens of the micro-batch, H hidden, V vocab
 runs on the N predicting positions alone, in chunks, and is recomputed in the backward pass.
 """
 
-import contextlib
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from utils.dist import fail_together
@@ -33,7 +34,7 @@ from utils.packing import Packed
 if torch.cuda.is_available():
     from torch.nn.attention.varlen import varlen_attn
 
-HEAD_CHUNK = 2048  # response tokens per head chunk: 2048 x 152k float32 logits are 1.2 GiB, held one chunk at a time
+HEAD_CHUNK = 2048  # response tokens per head chunk; at a vocabulary of 152k one float32 [chunk, V] is 1.2 GiB
 LOGIT_KNOBS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -89,7 +90,7 @@ def _head_chunk(hidden_NH, weight_VH, bias_V, target_N, temperature):
     lse_N = logits_NV.logsumexp(-1)
     logprobs_N = logits_NV.gather(-1, target_N[:, None])[:, 0] - lse_N
     with torch.no_grad():  # logged, not trained on
-        entropy_N = lse_N - ((logits_NV - lse_N[:, None]).exp() * logits_NV).sum(-1)
+        entropy_N = lse_N - (logits_NV - lse_N[:, None]).exp_().mul_(logits_NV).sum(-1)
     return logprobs_N, entropy_N
 
 
@@ -100,6 +101,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.lm = lm
         self.saved_dtype = saved_dtype  # of the folder it was loaded from, and of the one it is exported to
+        self.generation_config_file: str | None = None  # goes into the export as it is
         if lm.config.tie_word_embeddings:
             # FSDP2 keeps one owner per parameter: the alias would be left behind on every unshard, so it goes.
             lm.set_output_embeddings(None)
@@ -143,15 +145,17 @@ def load_config(path: str, flag: str = "--model") -> PreTrainedConfig:
             f"{flag} {path}: not a Hugging Face model folder or Hub name ({str(error).splitlines()[0]}); "
             "a folder with config.json, tokenizer and safetensors works, or Qwen/Qwen2.5-0.5B-Instruct"
         ) from error
+    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("*.bin")):
+        raise ValueError(f"{flag} {path}: has no weights (*.safetensors or *.bin); a folder of save_pretrained works")
     for knob in LOGIT_KNOBS:
         if getattr(config, knob, None) not in (None, 1.0):
             raise ValueError(f"{flag} {path}: {knob} is not computed by the packed head; a Qwen or Llama model works")
     return config
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, flag: str = "--model") -> PreTrainedTokenizerBase:
     """Raises: ValueError when the model comes without a tokenizer."""
-    missing = f"--model {path}: has no usable tokenizer; a folder with tokenizer.json works"
+    missing = f"{flag} {path}: has no usable tokenizer; a folder with tokenizer.json works"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -185,6 +189,7 @@ def load_policy(
     trainable: bool = True,
     activation_checkpointing: bool = False,
     compile_blocks: bool = False,
+    flag: str = "--model",
 ) -> PolicyModel:
     """Build on meta, shard with `fully_shard` (each block, then the root), then fill the shards from rank 0.
 
@@ -192,13 +197,13 @@ def load_policy(
         and backward. Gradients are reduced in float32. trainable=False: a frozen reference.
     Raises: ValueError when the folder's weights do not fill the model.
     """
-    config = load_config(path)
+    config = load_config(path, flag)
     saved_dtype = config.dtype or torch.float32
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     with init_empty_weights(include_buffers=False):  # parameters on meta; buffers (rotary tables) real
         lm = AutoModelForCausalLM.from_config(config, dtype=master_dtype, attn_implementation="packed")
     if not lm._supports_attention_backend:
-        raise ValueError(f"--model {path}: {type(lm).__name__} takes no attention function; Qwen2 or Llama works")
+        raise ValueError(f"{flag} {path}: {type(lm).__name__} takes no attention function; Qwen2 or Llama works")
     policy = PolicyModel(lm, saved_dtype).train(trainable).requires_grad_(trainable)
     for module in policy.modules():
         if isinstance(module, nn.Dropout):
@@ -214,18 +219,19 @@ def load_policy(
         # one rank gains nothing by freeing a block that the backward pass casts again; a reference has no backward
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=mesh.size() > 1 or not trainable)
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=not trainable)
-    with contextlib.suppress(OSError):  # its end-of-sequence ids go into the export; a folder may come without
-        lm.generation_config = GenerationConfig.from_pretrained(path)
+    policy.generation_config_file = cached_file(
+        path, "generation_config.json", _raise_exceptions_for_missing_entries=False
+    )
     policy._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
-    full, error = {}, None
-    if mesh.get_rank() == 0:
-        source, info = AutoModelForCausalLM.from_pretrained(path, dtype=master_dtype, output_loading_info=True)
-        if info["missing_keys"]:
-            error = f"--model {path}: weights missing from the folder, {sorted(info['missing_keys'])[:3]} among them"
-        source = PolicyModel(source)
-        full = source.state_dict()
-    fail_together(error)
+    full = {}
+    with fail_together():
+        if mesh.get_rank() == 0:
+            source, info = AutoModelForCausalLM.from_pretrained(path, dtype=master_dtype, output_loading_info=True)
+            if info["missing_keys"]:
+                missing = sorted(info["missing_keys"])[:3]
+                raise ValueError(f"{flag} {path}: weights missing from the folder, {missing} among them")
+            full = PolicyModel(source).state_dict()
     set_model_state_dict(policy, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return policy
 

@@ -15,9 +15,8 @@ import torch
 from utils.dist import all_gather
 
 
-def pad_rows(rows: Sequence[Sequence[float | int]], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
-    """Ragged rows -> [B, R], right-padded with zeros; padding is told by length (`mask_from_lengths`)."""
-    width = max((len(row) for row in rows), default=0) if width is None else width
+def pad_rows(rows: Sequence[Sequence[float | int]], dtype: torch.dtype, width: int) -> torch.Tensor:
+    """Ragged rows -> [B, R = width], right-padded with zeros; padding is told by length (`mask_from_lengths`)."""
     padded = torch.zeros(len(rows), width, dtype=dtype)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = torch.as_tensor(row, dtype=dtype)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from utils.rewards import describe, load_reward, parse_rewards
 
+TIMEOUTS_IN_A_ROW = 8  # per worker; then nothing is called any more, and the trainer sees a step without a score
 START_LIMIT_S = 60.0  # a worker's start runs the imports of the user's file, which may be slow (sympy, torch)
 
 # ---- the worker's side ----
@@ -36,8 +37,8 @@ class Score:
 
 def _judge(rewards: list, response: str, row: dict) -> Score:
     """The weighted sum of `rewards`, a list of (name, weight, function), or the error of the first that has one."""
-    # DETAIL: a response that could not be scored gets 0.0, the score of a wrong answer, because no part of the sum may
-    # be kept: half a sum would be a number of another scale. `error` lets the trainer count these.
+    # DETAIL: a response that could not be scored keeps no part of the sum, because half a sum is a number of another
+    # scale. `error` tells the trainer, which leaves it out of its group.
     total = 0.0
     for name, weight, function in rewards:
         try:
@@ -155,6 +156,7 @@ class RewardPool:
         self._command += [json.dumps(rewards), str(os.getpid()), os.getcwd()]
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._lock, self._closed, self._live = threading.Lock(), False, set()
+        self._timeouts = 0  # in a row, over all workers
         # Daemon threads rather than an executor, because an executor's are joined before atexit runs: a script that
         # fails would first score everything that is still queued.
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_workers)]
@@ -200,9 +202,13 @@ class RewardPool:
             future, line = task
             if not future.set_running_or_notify_cancel():
                 continue
+            if self._timeouts >= TIMEOUTS_IN_A_ROW * len(self._threads):  # it always hangs: do not wait for each
+                future.set_result(Score(0.0, "timeout", f"{self.spec}: {self._timeouts} calls in a row timed out"))
+                continue
             try:
                 process = process or self._start()
                 reply, passed = _ask(process, line, self.timeout_s)
+                self._timeouts = self._timeouts + 1 if passed else 0
                 if reply is not None:
                     score = Score(**reply)
                 elif passed:
@@ -253,8 +259,8 @@ class RewardPool:
         return code
 
 
-def check_reward(spec: str, row: dict, timeout_s: float) -> None:
-    """Score an empty response to a real row once, so that a broken reward is found before any model loads.
+def check_reward(spec: str, row: dict, timeout_s: float, flag: str = "--train-files") -> None:
+    """Score an empty response to a real row (of `flag`) once: a broken reward is found before any model loads.
 
     Raises: ValueError where the reward does not load, raises, hangs, dies, or returns something other than a finite
     number or None.
@@ -263,7 +269,7 @@ def check_reward(spec: str, row: dict, timeout_s: float) -> None:
         score = pool.submit("", row).result()
     if score.error not in (None, "unjudged"):
         rule = f"a reward must return a finite float or None for any string within {timeout_s:g} s"
-        raise ValueError(f"--reward {spec}: a trial call with an empty response failed ({score.message}); {rule}")
+        raise ValueError(f"--reward {spec}: a trial call on {flag}, empty response, failed ({score.message}); {rule}")
 
 
 if __name__ == "__main__":

@@ -45,9 +45,16 @@ def gsm8k_number(response: str) -> Decimal | None:
     return _decimal(tail) if marker else None
 
 
+def _truth(row: dict) -> str:
+    truth = (row.get("reward_model") or {}).get("ground_truth")
+    if truth is None:
+        raise ValueError("the row has no reward_model.ground_truth to compare with")
+    return str(truth)
+
+
 def gsm8k(response: str, row: dict) -> float:
     """1.0 where the number behind the last "####" equals `reward_model.ground_truth`, else (or without one) 0.0."""
-    truth = str(row["reward_model"]["ground_truth"])
+    truth = _truth(row)
     gold = _decimal(truth)
     if gold is None:
         raise ValueError(f"ground_truth {truth!r} is not a number")
@@ -57,7 +64,7 @@ def gsm8k(response: str, row: dict) -> float:
 
 def tiny(response: str, row: dict) -> float:
     """1.0 where the response is the ground truth, but for blanks around either, else 0.0."""
-    return float(response.strip() == str(row["reward_model"]["ground_truth"]).strip())
+    return float(response.strip() == _truth(row).strip())
 
 
 REWARDS: dict[str, Callable[[str, dict], float | None]] = {"gsm8k": gsm8k, "tiny": tiny}

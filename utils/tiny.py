@@ -243,3 +243,16 @@ def ensure(root: str | Path, seed: int) -> dict[str, str]:
         "train_files": str(folder / "data" / "train.parquet"),
         "val_files": str(folder / "data" / "val.parquet"),
     }
+
+
+def flags(given: dict, default: dict, made: dict[str, str], show: bool) -> dict:
+    """What `--model tiny` sets, printed too: the paths of `ensure`, and DEFAULTS where a flag has its default."""
+    table = {**DEFAULTS, **made}
+    if given["num_epochs"] != default["num_epochs"]:
+        table.pop("num_steps")
+    if given["train_files"]:  # other rows than this task's: its held-out sums and its reward do not belong to them
+        table.pop("val_files"), table.pop("reward")
+    laid = {k: v for k, v in table.items() if k == "model" or given[k] == default[k]}
+    if show:
+        print("--model tiny sets: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in laid.items()))
+    return laid

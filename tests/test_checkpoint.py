@@ -1,0 +1,68 @@
+"""The run folder: what a resume takes, keeps and puts aside."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+from utils.checkpoint import open_run
+from utils.metrics import read_jsonl
+
+ARGS = {"lr": 0.1, "seed": 1, "train_files": "a.parquet", "num_steps": 4, "max_tokens_per_gpu": 10}
+DATA = {"train-files": "abc"}
+
+
+@pytest.fixture
+def run_dir(tmp_path, process_group):
+    """A run logged up to step 5, with checkpoints at 2 and 4, and one that was being written when it was killed."""
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoints/step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": step, "args": ARGS, "data": DATA}))
+    (tmp_path / "checkpoints/step_5.tmp").mkdir()
+    lines = [json.dumps({"step": step, "x": step}) for step in range(6)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "x')
+    return tmp_path
+
+
+def reopen(run_dir, resume, args=ARGS, data=DATA):
+    return open_run(run_dir, resume, args, data, str(ROOT / "grpo_fsdp.py"))
+
+
+def test_auto_takes_the_newest_whole_checkpoint_and_cuts_the_log_back(run_dir):
+    assert reopen(run_dir, "auto") == (run_dir / "checkpoints/step_4", 4)
+    assert [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_resuming_an_earlier_one_puts_the_later_ones_aside(run_dir):
+    earlier = run_dir / "checkpoints/step_2"
+    assert reopen(run_dir, str(earlier)) == (earlier, 2)
+    assert reopen(run_dir, "auto") == (earlier, 2)  # not step_4 of the branch that was left
+    assert (run_dir / "checkpoints/step_4.old/state.json").exists()  # nothing is lost
+
+
+def test_auto_without_a_checkpoint_starts_afresh(tmp_path, process_group):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert reopen(tmp_path, "auto") == (None, 0)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
+def test_what_may_change_and_what_may_not(run_dir):
+    assert reopen(run_dir, "auto", {**ARGS, "num_steps": 9, "max_tokens_per_gpu": 99})[1] == 4
+    with pytest.raises(ValueError, match=r"--seed 2: differs from the resumed run's 1"):
+        reopen(run_dir, "auto", {**ARGS, "seed": 2})
+    with pytest.raises(ValueError, match=r"--num-steps 9: differs"):  # it would bend the schedule
+        reopen(run_dir, "auto", {**ARGS, "num_steps": 9, "lr_schedule": "cosine"})
+    with pytest.raises(ValueError, match=r"--train-files a.parquet: holds other rows"):
+        reopen(run_dir, "auto", data={"train-files": "abd"})
+    with pytest.raises(ValueError, match=r"holds an earlier run; use --resume auto"):
+        reopen(run_dir, "")
+    assert len(read_jsonl(run_dir / "metrics.jsonl")) == 5, "a refused resume has changed the folder"
+
+
+def test_another_runs_checkpoint_does_not_cut_this_runs_log(run_dir, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    (other / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(ValueError, match="holds another run than the one resumed"):
+        reopen(other, str(run_dir / "checkpoints/step_4"))
+    assert len(read_jsonl(other / "metrics.jsonl")) == 1
