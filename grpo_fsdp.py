@@ -282,8 +282,6 @@ def main(args: Args) -> None:
         with fail_together():
             for rows in filter(len, (data, val)):
                 check_reward(args.reward, rows.row(0), args.reward_timeout_s, rows.flag)
-            if args.warmup_steps >= num_steps:
-                raise ValueError(f"--warmup-steps {args.warmup_steps}: must be below the {num_steps} steps of the run")
         auto = "bfloat16" if device.type == "cuda" else "float32"
         args = replace(args, dtype=auto if args.dtype == "auto" else args.dtype)
         run_dir = Path(args.run_dir or broadcast(f"runs/grpo_{time.strftime('%Y%m%d_%H%M%S')}"))

@@ -43,7 +43,6 @@ CASES = {
     "no workers": (["--reward-workers", "0"], r"--reward-workers 0: must be above 0"),
     "nothing to evaluate": (["--eval-every", "5"], r"--eval-every 5: has no effect with no --val-files"),
     "steps and epochs": (["--num-steps", "2", "--num-epochs", "3"], r"--num-epochs 3: has no effect with --num-steps"),
-    "warm-up of all": (["--num-steps", "2", "--warmup-steps", "2"], r"--warmup-steps 2: must be below the 2 steps"),
     "rows without truth": (["--train-files", "{tmp}/truth.parquet"], r"on --train-files.* no reward_model"),
     "held-out without truth": (["--val-files", "{tmp}/truth.parquet"], r"on --val-files.* no reward_model"),
     "no weights": (["--model", "{tmp}/hollow"], r"--model .*hollow: has no weights"),

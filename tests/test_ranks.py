@@ -8,10 +8,10 @@ from conftest import ROOT, make_model, torchrun
 LAYOUTS = {"one rank": (1, 1), "two replicas": (2, 1), "tensor parallel": (2, 2)}
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[("qwen2", True), ("llama", False)], ids=["qwen2-tied", "llama-untied"])
 def layouts(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    path = make_model(folder / "m", tie=request.param)
+    path = make_model(folder / "m", *request.param)
     results = {}
     for name, (ranks, tp) in LAYOUTS.items():
         out = folder / f"{ranks}_{tp}.json"
