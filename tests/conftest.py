@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -17,9 +17,11 @@ needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared/d
 
 def make_model(folder: Path, family: str = "qwen2", tie: bool = True, seed: int = 0, **sizes) -> Path:
     """A random small model saved as a Hugging Face folder: 4 heads over 2 key-value heads of 32."""
-    config_class, model_class = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[
-        family
-    ]
+    config_class, model_class = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "phi": (PhiConfig, PhiForCausalLM),
+    }[family]
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 261, **sizes}
     config = config_class(
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tie, eos_token_id=[5, 6], bos_token_id=None,
@@ -59,7 +61,7 @@ def torchrun(num_ranks: int, *command, **kwargs) -> subprocess.CompletedProcess:
 
 def pytest_collection_modifyitems(items):
     """Fast files first: those that start whole runs come last."""
-    last = ["test_engine", "test_bad_input", "test_ranks", "test_runs", "test_demo"]
+    last = ["test_engine", "test_reference_step", "test_bad_input", "test_ranks", "test_runs", "test_demo"]
     items.sort(key=lambda item: last.index(item.path.stem) if item.path.stem in last else -1)
 
 

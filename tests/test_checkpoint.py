@@ -3,10 +3,14 @@
 import json
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, make_model
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from utils.checkpoint import open_run
+from utils import tiny
+from utils.checkpoint import export_hf, open_run
 from utils.metrics import read_jsonl
+from utils.models import load_policy, load_tokenizer
 
 ARGS = {"lr": 0.1, "seed": 1, "train_files": "a.parquet", "num_steps": 4, "max_tokens_per_gpu": 10}
 DATA = {"train-files": "abc"}
@@ -14,14 +18,14 @@ DATA = {"train-files": "abc"}
 
 @pytest.fixture
 def run_dir(tmp_path, process_group):
-    """A run logged up to step 5, with checkpoints at 2 and 4, and one that was being written when it was killed."""
-    for step in (2, 4):
+    """A run logged up to step 11, with checkpoints at 2, 4 and 10, and one that a kill cut off."""
+    for step in (2, 4, 10):
         folder = tmp_path / f"checkpoints/step_{step}"
         folder.mkdir(parents=True)
         (folder / "state.json").write_text(json.dumps({"step": step, "args": ARGS, "data": DATA}))
-    (tmp_path / "checkpoints/step_5.tmp").mkdir()
-    lines = [json.dumps({"step": step, "x": step}) for step in range(6)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "x')
+    (tmp_path / "checkpoints/step_11.tmp").mkdir()
+    lines = [json.dumps({"step": step, "x": step}) for step in range(12)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 12, "x')
     return tmp_path
 
 
@@ -30,15 +34,15 @@ def reopen(run_dir, resume, args=ARGS, data=DATA):
 
 
 def test_auto_takes_the_newest_whole_checkpoint_and_cuts_the_log_back(run_dir):
-    assert reopen(run_dir, "auto") == (run_dir / "checkpoints/step_4", 4)
-    assert [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert reopen(run_dir, "auto") == (run_dir / "checkpoints/step_10", 10)  # by number, not by name
+    assert [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")] == list(range(11))
 
 
 def test_resuming_an_earlier_one_puts_the_later_ones_aside(run_dir):
     earlier = run_dir / "checkpoints/step_2"
     assert reopen(run_dir, str(earlier)) == (earlier, 2)
-    assert reopen(run_dir, "auto") == (earlier, 2)  # not step_4 of the branch that was left
-    assert (run_dir / "checkpoints/step_4.old/state.json").exists()  # nothing is lost
+    assert reopen(run_dir, "auto") == (earlier, 2)  # not step_10 of the branch that was left
+    assert (run_dir / "checkpoints/step_10.old/state.json").exists()  # nothing is lost
 
 
 def test_auto_without_a_checkpoint_starts_afresh(tmp_path, process_group):
@@ -48,7 +52,7 @@ def test_auto_without_a_checkpoint_starts_afresh(tmp_path, process_group):
 
 
 def test_what_may_change_and_what_may_not(run_dir):
-    assert reopen(run_dir, "auto", {**ARGS, "num_steps": 9, "max_tokens_per_gpu": 99})[1] == 4
+    assert reopen(run_dir, "auto", {**ARGS, "num_steps": 9, "max_tokens_per_gpu": 99})[1] == 10
     with pytest.raises(ValueError, match=r"--seed 2: differs from the resumed run's 1"):
         reopen(run_dir, "auto", {**ARGS, "seed": 2})
     with pytest.raises(ValueError, match=r"--num-steps 9: differs"):  # it would bend the schedule
@@ -57,7 +61,7 @@ def test_what_may_change_and_what_may_not(run_dir):
         reopen(run_dir, "auto", data={"train-files": "abd"})
     with pytest.raises(ValueError, match=r"holds an earlier run; use --resume auto"):
         reopen(run_dir, "")
-    assert len(read_jsonl(run_dir / "metrics.jsonl")) == 5, "a refused resume has changed the folder"
+    assert len(read_jsonl(run_dir / "metrics.jsonl")) == 11, "a refused resume has changed the folder"
 
 
 def test_another_runs_checkpoint_does_not_cut_this_runs_log(run_dir, tmp_path_factory):
@@ -66,3 +70,17 @@ def test_another_runs_checkpoint_does_not_cut_this_runs_log(run_dir, tmp_path_fa
     with pytest.raises(ValueError, match="holds another run than the one resumed"):
         reopen(other, str(run_dir / "checkpoints/step_4"))
     assert len(read_jsonl(other / "metrics.jsonl")) == 1
+
+
+def test_export_keeps_what_the_folder_had(process_group, tmp_path):
+    path = make_model(tmp_path / "m")
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
+    GenerationConfig(eos_token_id=[5, 6, 7], top_k=3, do_sample=True).save_pretrained(path)
+    policy = load_policy(str(path), process_group, master_dtype=torch.float32, compute_dtype=torch.float32)
+    export_hf(tmp_path / "hf", policy, tiny.make_tokenizer())
+    assert GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == [5, 6, 7]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert exported.dtype == torch.bfloat16
+    for name, tensor in AutoModelForCausalLM.from_pretrained(path).state_dict().items():
+        assert torch.equal(exported.state_dict()[name], tensor), name
+    assert load_tokenizer(str(tmp_path / "hf")).chat_template == tiny.CHAT_TEMPLATE

@@ -89,6 +89,7 @@ def test_after_a_step_and_a_sync_every_engine_parameter_is_the_trainers(engine, 
 
 
 def test_sync_writes_the_shards_not_what_a_forward_left_gathered(engine, policy):
+    engine.sync_weights(policy)  # records the plan, which gathers anew; the next sync is the usual one
     sharded = list(policy.parameters())  # what an optimizer holds
     with torch.no_grad():
         policy(pack(sequences(PROMPTS, [[1, 2]] * 4), torch.device("cpu")), 1.0)  # leaves gathered copies behind
@@ -151,13 +152,15 @@ def test_samples_depend_on_seed_step_uid_and_sample_alone(engine, policy):
     engine.seed = seed
 
 
-def test_every_end_of_sequence_id_ends_a_response_and_stays_in_it(engine, policy):
+def test_every_end_of_sequence_id_ends_a_response_and_stays_in_it(engine, policy, monkeypatch):
+    ends = {5, 6, 7, 8}  # the folder names 5 and 6, which vLLM finds by itself
+    monkeypatch.setattr(engine, "eos_token_ids", sorted(ends))
     engine.sync_weights(policy)
     sampling = Sampling(2.0, max_tokens=60)
     rollouts = engine.generate([[i + 10] for i in range(60)], range(60), n=4, step=1, sampling=sampling)
     stopped = [r for r in rollouts if r.finish_reason == "stop"]
-    assert {r.response_ids[-1] for r in stopped} == {5, 6}
-    assert all(not {5, 6} & set(r.response_ids[:-1]) for r in rollouts)
+    assert {r.response_ids[-1] for r in stopped} == ends
+    assert all(not ends & set(r.response_ids[:-1]) for r in rollouts)
     assert all(len(r.response_ids) == 60 and r.finish_reason == "length" for r in rollouts if r not in stopped)
     assert all(len(r.logprobs) == len(r.response_ids) for r in rollouts)
 

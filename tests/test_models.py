@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import make_model, sequences
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from utils import models
@@ -35,6 +36,7 @@ def plain(path, temperature):
         ("qwen2", False, {"activation_checkpointing": True}),
         ("llama", False, {}),
         ("sliding", True, {}),
+        ("phi", False, {}),  # a bias on the head, and dropout
     ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -43,6 +45,8 @@ def test_packed_equals_one_by_one(process_group, tmp_path, monkeypatch, family, 
     sizes = {}
     if family == "sliding":
         family, sizes = "qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    if family == "phi":
+        sizes = {"resid_pdrop": 0.5, "embd_pdrop": 0.5}
     path = make_model(tmp_path / "m", family, tie, **sizes)
     reference, logprobs, entropies = plain(path, temperature)
     policy = load_policy(str(path), process_group, master_dtype=torch.float32, compute_dtype=torch.float32, **options)
@@ -102,3 +106,12 @@ def test_a_folder_whose_weights_do_not_fill_the_model_is_refused(process_group, 
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"weights missing from the folder.*layers\.1\.mlp\.up_proj"):
         load_policy(str(path), process_group, master_dtype=torch.float32, compute_dtype=torch.float32)
+
+
+def test_gradients_are_reduced_in_float32(process_group, tmp_path):
+    path = str(make_model(tmp_path / "m"))
+    policy = load_policy(path, process_group, master_dtype=torch.float32, compute_dtype=torch.bfloat16)
+    policy(pack(SEQUENCES, CPU), 1.0)[0].sum().backward()
+    for module in (m for m in policy.modules() if isinstance(m, FSDPModule)):
+        assert module._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
+    assert {p.grad.dtype for p in policy.parameters()} == {torch.float32}

@@ -4,7 +4,8 @@ import pytest
 import torch
 from conftest import sequences
 
-from utils.packing import mask_from_lengths, pack, pad_rows, plan_micro_batches
+from utils.dist import seed_for
+from utils.packing import mask_from_lengths, pack, pad_rows, plan_micro_batches, plan_together
 
 CPU = torch.device("cpu")
 
@@ -58,3 +59,13 @@ def test_plan_of_nothing_and_of_one_that_does_not_fit():
     assert plan_micro_batches([], 8) == []
     with pytest.raises(ValueError, match=r"--max-tokens-per-gpu 8: .* 9 or more"):
         plan_micro_batches([3, 9], 8)
+
+
+def test_plan_together_speaks_of_the_callers_indices(process_group):
+    plan, tokens = plan_together(sequences([[1]] * 6, [[2]] * 6), [1, 3, 5], 4)
+    assert sorted(i for part in plan for i in part) == [1, 3, 5] and tokens == 3
+
+
+def test_parts_of_a_seed_do_not_run_together():
+    assert seed_for("x", 1, 23) != seed_for("x", 12, 3)
+    assert 0 <= seed_for("x") < 2**63

@@ -38,7 +38,7 @@ def command(folder, name):
         "--num-steps", STEPS,
         "--prompts-per-step", 8, "--group-size", 4, "--minibatch-size", 16, "--update-epochs", 2, "--lr", LR,
         "--max-prompt-len", 16, "--max-response-len", 12, "--kl-coef", 0.05, "--kv-cache-gib", 0.125,
-        "--max-num-seqs", 64, "--eval-every", 3,
+        "--max-num-seqs", 64, "--eval-every", 2,
     ]  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_the_straight_run_learned_and_left_a_whole_run_folder(folder):
     assert files <= {p.name for p in straight.iterdir()}
     assert (straight / "code/utils/models.py").read_text() == (ROOT / "utils/models.py").read_text()
     assert [row["step"] for row in rows(straight)] == [0, 1, 2, 3]
-    assert "eval/score" in rows(straight)[0] and "eval/score" in rows(straight)[3]
+    assert [row["step"] for row in rows(straight) if "eval/score" in row] == [0, 2, 3]
     start = load_file(folder / "model/model.safetensors")
     moved = max(np.abs(weights(straight)[name] - tensor).max() for name, tensor in start.items())
     assert 0.5 * LR < moved <= 1.05 * LR * UPDATES
@@ -81,7 +81,7 @@ def test_the_straight_run_learned_and_left_a_whole_run_folder(folder):
     phases = sum(last[f"time/{phase}_s"] for phase in ("rollout", "score", "nograd", "update", "sync"))
     assert 0.8 < phases / last["time/step_s"] <= 1.0
     samples = [json.loads(line) for line in (straight / "rollouts.jsonl").read_text().splitlines()]
-    assert {s["step"] for s in samples} == {0, 3} and all("=" in s["prompt"] for s in samples)
+    assert {s["step"] for s in samples} == {0, 2, 3} and all("=" in s["prompt"] for s in samples)
     AutoModelForCausalLM.from_pretrained(straight / "hf"), AutoTokenizer.from_pretrained(straight / "hf")
     for name in ("generation_config.json", "config.json"):
         exported, source = (json.loads((path / name).read_text()) for path in (straight / "hf", folder / "model"))
