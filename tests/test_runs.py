@@ -93,6 +93,7 @@ def test_the_straight_run_learned_and_left_a_whole_run_folder(folder):
 @pytest.mark.parametrize("name, flags", [
     ("again", []),
     ("split", ["--max-tokens-per-gpu", 60, "--activation-checkpointing", "--max-num-seqs", 7]),
+    pytest.param("compiled", ["--compile"], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_system_flags_do_not_change_the_numbers(folder, name, flags):
     result = run([sys.executable, *command(folder, name), *flags])
