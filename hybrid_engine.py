@@ -89,7 +89,7 @@ def _import_vllm():
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if torch.cuda.is_available():
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # its seeded sampling is nearly free; 0.32's default
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # its seeded sampling is nearly free
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it has read that itself
     import vllm
     from vllm.platforms import current_platform

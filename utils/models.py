@@ -114,7 +114,7 @@ class PolicyModel(nn.Module):
         hidden_TH = self.lm.base_model(
             input_ids=packed.input_ids_T[None],
             position_ids=packed.position_ids_T[None],
-            use_cache=False,  # with a cache transformers takes the row for one sequence
+            use_cache=False,  # nothing decodes from here: a cache would only hold memory
             cu_seq_lens_q=packed.cu_seqlens,
             cu_seq_lens_k=packed.cu_seqlens,
             max_length_q=packed.max_seqlen,
