@@ -31,7 +31,6 @@ b responses of a micro-batch, N response tokens of a micro-batch. [i, t] speaks 
 
 import math
 import time
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -40,38 +39,42 @@ import numpy as np
 import torch
 import tyro
 
-from hybrid_engine import HybridEngine, Rollout, Sampling, check_engine
+from hybrid_engine import HybridEngine, Sampling, check_engine
 from utils import tiny
 from utils.checkpoint import export_hf, load_checkpoint, open_run, save_checkpoint
-from utils.data import PromptData, encode_prompt, load_prompts, step_uids
+from utils.data import load_prompts, step_uids
 from utils.dist import (
-    all_gather,
     broadcast,
     fail_together,
     init_distributed,
     one_line_errors,
     seed_for,
+    stop,
+    sum_over_ranks,
     world_mesh,
 )
+from utils.forward import logprobs_of
 from utils.metrics import Metrics, Progress, append_jsonl, peak_memory_gib, read_jsonl
-from utils.models import end_of_sequence_ids, load_config, load_policy, load_tokenizer
+from utils.models import check_sibling, end_of_sequence_ids, load_config, load_policy, load_tokenizer, optimizer_step
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
 from utils.plot import plot_runs
-from utils.preflight import check_flags, check_sizes
-from utils.reward_pool import RewardPool, Score, check_reward
+from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
+from utils.reward_pool import check_reward
+from utils.scoring import Scorer, check_reward_models
 
 
 @dataclass
 class Args:
     # ---- run ----
+    # [shared: run flags]
     run_dir: str = ""
-    """Folder for metrics, checkpoints and curves; empty: runs/grpo_<time>. A used one needs --resume."""
+    """Folder for metrics, checkpoints and curves; empty: runs/<script>_<time>. A used one needs --resume."""
     seed: int = 1
-    """Seed of everything random: data order, samples, minibatches."""
+    """Seed of everything random: data order, samples, minibatches, new heads."""
     num_steps: int = 0
-    """Training steps (one batch of rollouts each); 0: as many as --num-epochs takes."""
+    """Training steps (one batch each); 0: as many as --num-epochs takes."""
     num_epochs: int = 1
-    """Passes over the training prompts, when --num-steps is 0."""
+    """Passes over the training rows, when --num-steps is 0."""
     resume: str = ""
     """"auto": the newest checkpoint of --run-dir, or a fresh start; or the path of a checkpoints/step_N folder."""
     save_every: int = 50
@@ -80,30 +83,36 @@ class Args:
     """Evaluate every so many steps, at step 0 and at the end; 0: never."""
     export_hf: Literal["last", "every", "off"] = "last"
     """Write a Hugging Face folder (run_dir/hf) at the end, beside every checkpoint, or not."""
+    # [/shared]
 
     # ---- model ----
+    # [shared: model flags]
     model: str = "tiny"
     """Hugging Face name or folder; "tiny": a model and task made on the spot, with its own defaults for other flags."""
-    ref_model: str = ""
-    """Reference of the KL term; empty: the starting model. Loaded only with --kl-coef above 0."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of forward, backward and rollouts; auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32."""
+    # [/shared]
+    ref_model: str = ""
+    """Reference of the KL term; empty: the starting model. Loaded only with --kl-coef above 0."""
 
     # ---- data ----
+    # [shared: data flags]
     train_files: str = ""
-    """Parquet of prompt rows: a path, a glob, or several with commas."""
+    """Parquet of training rows: a path, a glob, or several with commas."""
     val_files: str = ""
-    """Held-out prompt rows; empty: no evaluation."""
+    """Held-out rows; empty: no evaluation."""
     max_prompt_len: int = 512
     """Longest prompt, in tokens; a longer one is an error before anything loads."""
     max_response_len: int = 512
-    """Longest response, in tokens; generation is cut there."""
+    """Longest response, in tokens, its end-of-sequence token included."""
+    # [/shared]
 
     # ---- rollout ----
     prompts_per_step: int = 64
     """Prompts per step, over all ranks."""
     group_size: int = 8
     """Responses per prompt."""
+    # [shared: rollout flags]
     temperature: float = 1.0
     """Of sampling in training, and of every log-prob; evaluation is greedy."""
     tensor_parallel_size: int = 1
@@ -113,11 +122,14 @@ class Args:
     max_num_seqs: int = 512
     """Responses that one vLLM replica generates at the same time."""
     reward: str = ""
-    """gsm8k, tiny, or path/to/file.py:function; several with weights: gsm8k:1.0,format.py:f:0.2."""
+    """gsm8k, tiny, path/to/file.py:function, model:path/to/reward_model; or several: gsm8k:1.0,format.py:f:0.2."""
+    eval_reward: str = ""
+    """What held-out responses are scored by; empty: --reward."""
     reward_timeout_s: float = 10.0
-    """Seconds a reward call may take; a slower one is killed, counted and left out of its group."""
+    """Seconds a reward call may take; a slower one is killed, counted and left out of the batch."""
     reward_workers: int = 2
     """Reward worker processes per rank."""
+    # [/shared]
 
     # ---- algorithm ----
     update_epochs: int = 1
@@ -126,12 +138,16 @@ class Args:
     """Responses per optimizer step, over all ranks; 0: all of the step's."""
     lr: float = 1e-6
     """Peak learning rate of AdamW."""
+    # [shared: optimizer flags]
     lr_schedule: Literal["constant", "cosine"] = "constant"
     """After the warm-up: constant, or a cosine that would reach 0 one step after the last."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient to this global norm."""
+    # [/shared]
     scale_advantages: bool = True
     """Divide advantages by the group's std."""
     clip_low: float = 0.2
@@ -142,21 +158,22 @@ class Args:
     """Weight of the KL to the reference in the loss; 0: no KL and no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Which sampled-token estimate of the KL enters the loss value and the metrics."""
-    max_grad_norm: float = 1.0
-    """Clip the gradient to this global norm."""
 
     # ---- systems: never change the numbers ----
+    # [shared: systems flags]
     max_tokens_per_gpu: int = 16384
     """Packed tokens (prompt + response) of one micro-batch."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass."""
     compile: bool = False
     """torch.compile each block."""
+    # [/shared]
     sleep: Literal["none", "kv", "all"] = "none"
     """What vLLM gives back during the update (CUDA): nothing, its KV cache, or its weights too."""
 
 
 DEFAULTS = {field.name: field.default for field in fields(Args)}
+TINY = {"minibatch_size": 256, "clip_high": 0.28}  # over the values that all scripts share for --model tiny
 
 
 # ---- the algorithm: pure functions, tensors in and out --------------------------------------------------------------
@@ -183,21 +200,22 @@ def group_advantages(scores_B: torch.Tensor, judged_B: torch.Tensor, group_size:
     return centred_PG.flatten().float()
 
 
+# [shared: losses]
 def policy_loss(
     logprobs_BR: torch.Tensor,
     old_logprobs_BR: torch.Tensor,
-    advantages_B: torch.Tensor,
+    advantages_BR: torch.Tensor,
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Clipped surrogate loss of each token, its probability ratio, and whether the clip cut its gradient off.
 
-    Shapes: all [B, R] but advantages [B].
+    Shapes: all [B, R]; advantages may be [B, 1].
     Paper: 1707.06347 eq. 7 with the bounds of 2503.14476 eq. 10, as a loss.
     """
     ratio_BR = (logprobs_BR - old_logprobs_BR).exp()
-    gain_BR = advantages_B[:, None] * ratio_BR
-    clipped_BR = advantages_B[:, None] * ratio_BR.clamp(1 - clip_low, 1 + clip_high)
+    gain_BR = advantages_BR * ratio_BR
+    clipped_BR = advantages_BR * ratio_BR.clamp(1 - clip_low, 1 + clip_high)
     return -torch.minimum(gain_BR, clipped_BR), ratio_BR, clipped_BR < gain_BR
 
 
@@ -219,9 +237,13 @@ def kl_loss(
     return value_BR + path_BR - path_BR.detach()
 
 
+# [/shared]
+
+
+# [shared: learning rate]
 def learning_rate(step: int, num_steps: int, peak: float, schedule: str, warmup_steps: int) -> float:
     """Learning rate of step 1..num_steps: linear warm-up that peaks at step `warmup_steps`, then the schedule."""
-    # DETAIL: a function of the step, not of the optimizer step, because several of those share one batch of rollouts.
+    # DETAIL: a function of the step, not of the optimizer step, because several of those may share one batch.
     if step < warmup_steps:
         return peak * step / warmup_steps
     if schedule == "constant":
@@ -230,19 +252,23 @@ def learning_rate(step: int, num_steps: int, peak: float, schedule: str, warmup_
     return peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
+# [/shared]
+
+
 # ---- preflight ------------------------------------------------------------------------------------------------------
 
 
-def check_args(args: Args, world_size: int, positions: int) -> None:
+def check_args(args: Args, world_size: int, config, tokenizer) -> None:
     """Refuse flags that cannot work, and flags that would have no effect.
 
     Raises: ValueError with flag, value, rule and a value that works.
     """
+    flags = asdict(args)
     no_kl, no_val = ("--kl-coef 0", args.kl_coef == 0), ("no --val-files", not args.val_files)
-    idle = {"ref_model": no_kl, "kl_estimator": no_kl, "eval_every": no_val}
+    idle = {"ref_model": no_kl, "kl_estimator": no_kl, "eval_every": no_val, "eval_reward": no_val}
     idle |= {"num_epochs": ("--num-steps above 0", args.num_steps > 0)}
     check_flags(
-        asdict(args),
+        flags,
         DEFAULTS,
         positive="num_epochs prompts_per_step max_prompt_len max_response_len kv_cache_gib max_num_seqs reward_workers "
         "reward_timeout_s update_epochs max_grad_norm max_tokens_per_gpu",
@@ -254,13 +280,24 @@ def check_args(args: Args, world_size: int, positions: int) -> None:
         raise ValueError(
             f"--group-size {args.group_size}: must be 2 or more, one response has no group to compare with; 8 works"
         )
-    check_sizes(asdict(args), world_size, positions)
+    # [shared: checks]
+    longest = args.max_prompt_len + args.max_response_len
+    check_divides(flags, "prompts_per_step", world_size)
+    check_minibatch(flags)
+    check_lengths(flags, config.max_position_embeddings)
+    check_engine(config, args.tensor_parallel_size, world_size, args.sleep != "none")
+    if args.ref_model:
+        check_sibling(args.ref_model, "--ref-model", tokenizer, longest)
+    # [/shared]
+    check_reward_models(args.reward, tokenizer, longest)
+    check_reward_models(args.eval_reward, tokenizer, longest, flag="--eval-reward")
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
 def main(args: Args) -> None:
+    # [shared: set-up]
     began = time.perf_counter()
     device = init_distributed()
     mesh = world_mesh(device)
@@ -268,23 +305,21 @@ def main(args: Args) -> None:
     with one_line_errors():
         if args.model == "tiny":
             made = broadcast(tiny.ensure(Path("runs/.tiny"), args.seed) if rank == 0 else None)
-            args = replace(args, **tiny.flags(asdict(args), DEFAULTS, made, show=rank == 0))
+            args = replace(args, **tiny.flags(asdict(args), DEFAULTS, made, TINY, show=rank == 0))
         with fail_together():
             config, tokenizer = load_config(args.model), load_tokenizer(args.model)
-            check_args(args, world, config.max_position_embeddings)
-            check_engine(config, args.tensor_parallel_size, world, args.sleep != "none")
+            check_args(args, world, config, tokenizer)
             eos_token_ids = end_of_sequence_ids(args.model, config, tokenizer)
-            if args.ref_model and load_tokenizer(args.ref_model, "--ref-model").get_vocab() != tokenizer.get_vocab():
-                raise ValueError(f"--ref-model {args.ref_model}: has another vocabulary than --model; leave it out")
         data = load_prompts(args.train_files, "--train-files", tokenizer, args.max_prompt_len)
         val = load_prompts(args.val_files, "--val-files", tokenizer, args.max_prompt_len) if args.val_files else []
         num_steps = args.num_steps or math.ceil(args.num_epochs * len(data) / args.prompts_per_step)
         with fail_together():
-            for rows in filter(len, (data, val)):
-                check_reward(args.reward, rows.row(0), args.reward_timeout_s, rows.flag)
+            check_reward(args.reward, data.row(0), args.reward_timeout_s)
+            if val:
+                check_reward(args.eval_reward or args.reward, val.row(0), args.reward_timeout_s, "--val-files")
         auto = "bfloat16" if device.type == "cuda" else "float32"
         args = replace(args, dtype=auto if args.dtype == "auto" else args.dtype)
-        run_dir = Path(args.run_dir or broadcast(f"runs/grpo_{time.strftime('%Y%m%d_%H%M%S')}"))
+        run_dir = Path(args.run_dir or broadcast(f"runs/{Path(__file__).stem}_{time.strftime('%Y%m%d_%H%M%S')}"))
         record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
         checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
         if done >= num_steps:
@@ -315,91 +350,34 @@ def main(args: Args) -> None:
         sleep_mode=args.sleep != "none",
     )
     reference = None
+    training = {"master_dtype": torch.float32, "compute_dtype": dtype}
+    training |= {"activation_checkpointing": args.activation_checkpointing, "compile_blocks": args.compile}
     with one_line_errors():
-        policy = load_policy(
-            args.model,
-            mesh,
-            master_dtype=torch.float32,
-            compute_dtype=dtype,
-            activation_checkpointing=args.activation_checkpointing,
-            compile_blocks=args.compile,
-        )
+        policy = load_policy(args.model, mesh, **training)
         if args.kl_coef:
             ref_model, flag = (args.ref_model, "--ref-model") if args.ref_model else (args.model, "--model")
-            reference = load_policy(
-                ref_model, mesh, master_dtype=dtype, compute_dtype=dtype, trainable=False, flag=flag
-            )
+            frozen = {"master_dtype": dtype, "compute_dtype": dtype, "trainable": False}
+            reference = load_policy(ref_model, mesh, flag=flag, **frozen)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    parts = {"policy": (policy, optimizer)}
+    # [/shared]
     if checkpoint:
-        load_checkpoint(checkpoint, policy, optimizer)
-    pool = RewardPool(args.reward, args.reward_workers, args.reward_timeout_s)
+        load_checkpoint(checkpoint, parts)
+    scoring = {"engine": engine, "tokenizer": tokenizer, "mesh": mesh, "dtype": dtype, "workers": args.reward_workers}
+    scoring |= {"timeout_s": args.reward_timeout_s, "max_tokens": args.max_tokens_per_gpu}
+    with one_line_errors():
+        scorer = Scorer(args.reward, **scoring)
+        # [shared: start]
+        examiner = Scorer(args.eval_reward, **scoring, flag="--eval-reward") if args.eval_reward else scorer
+    greedy = Sampling(temperature=0.0, max_tokens=args.max_response_len, logprobs=False)
+    samples = run_dir / "rollouts.jsonl"
     progress = Progress(run_dir.name, done, num_steps, show=rank == 0)
-
-    def stop(message: str) -> None:
-        """End the run, on every rank at once, with one line; checkpoints stay as they are."""
-        raise SystemExit(f"error: {message}" if rank == 0 else 1)
-
-    def rollout_and_score(source: PromptData, uids: list[int], n: int, step: int, sampling: Sampling):
-        """Phases 1 and 2: a response goes to the reward workers the moment it ends, while others still generate."""
-        rows = {uid: source.row(uid) for uid in uids}
-        futures: dict[int, Future] = {}
-
-        def submit(rollout: Rollout) -> None:
-            text = tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
-            futures[id(rollout)] = pool.submit(text, rows[rollout.uid])
-
-        prompts = [encode_prompt(tokenizer, rows[uid]["prompt"]) for uid in uids]
-        rollouts = engine.generate(prompts, uids, n=n, step=step, sampling=sampling, on_finish=submit)
-        return rollouts, futures
-
-    def collect(rollouts: list[Rollout], futures: dict[int, Future], what: str) -> list[Score]:
-        """Phase 2: the scores, in the order of the rollouts; ends the run where not one response could be judged."""
-        scores = [futures[id(r)].result() for r in rollouts]
-        failures = all_gather((len(scores), [s.message for s in scores if s.error is not None]))
-        if sum(count for count, _ in failures) == sum(len(messages) for _, messages in failures):
-            message = next(messages[0] for _, messages in failures if messages)
-            stop(f"--reward {args.reward}: failed on all responses of {what}: {message}")
-        return scores
-
-    def evaluate(step: int, metrics: Metrics) -> None:
-        """Greedy on every held-out prompt, each rank its share; a few whole samples go to rollouts.jsonl."""
-        share = list(range(rank, len(val), world))
-        sampling = Sampling(temperature=0.0, max_tokens=args.max_response_len, logprobs=False)
-        rollouts, futures = rollout_and_score(val, share, 1, step, sampling)
-        scores = collect(rollouts, futures, f"the evaluation at step {step}")
-        assert sum(all_gather(len(scores))) == len(val), "not every held-out prompt was evaluated"
-        metrics.add("eval/score", sum(s.value for s in scores), len(scores))
-        metrics.add("eval/error_frac", sum(s.error is not None for s in scores), len(scores))
-        metrics.add("eval/response_len", sum(len(r.response_ids) for r in rollouts), len(rollouts))
-        metrics.add("eval/truncated_frac", sum(r.finish_reason == "length" for r in rollouts), len(rollouts))
-        if rank == 0:
-            samples = [
-                {
-                    "step": step,
-                    "uid": r.uid,
-                    "prompt": tokenizer.decode(r.prompt_ids),
-                    "response": tokenizer.decode(r.response_ids),
-                    "score": s.value,
-                    "finish_reason": r.finish_reason,
-                }
-                for r, s in list(zip(rollouts, scores, strict=True))[:8]
-            ]
-            append_jsonl(run_dir / "rollouts.jsonl", *samples)
-
-    @torch.no_grad()
-    def logprobs_of(model: torch.nn.Module, rollouts: list[Rollout], width: int) -> torch.Tensor:
-        """Log-probs of every response under `model`, [B, R]."""
-        out_BR = torch.zeros(len(rollouts), width, device=device)
-        for part in plan_together(rollouts, list(range(len(rollouts))), args.max_tokens_per_gpu)[0]:
-            packed = pack([rollouts[i] for i in part], device)
-            out_BR[part] = packed.to_padded(model(packed, args.temperature)[0], len(part), width)
-        return out_BR
 
     metrics = Metrics()
     with metrics.timed("sync", device):
         engine.sync_weights(policy)
     if val and args.eval_every and done == 0:
-        evaluate(0, metrics)
+        examiner.evaluate(val, 0, greedy, metrics, samples)
         figures = metrics.reduce()
         if rank == 0:
             append_jsonl(run_dir / "metrics.jsonl", {"step": 0, **figures})
@@ -413,38 +391,47 @@ def main(args: Args) -> None:
         uids = step_uids(len(data), args.seed, step, args.prompts_per_step)[rank * P : (rank + 1) * P]
         with metrics.timed("rollout", device):
             sampling = Sampling(args.temperature, args.max_response_len)
-            rollouts, futures = rollout_and_score(data, uids, G, step, sampling)
+            rollouts = scorer.rollout(data, uids, G, step, sampling)
             if args.sleep != "none":
                 engine.sleep(args.sleep)
 
         # ---- 2 score ----
-        with metrics.timed("score", device):
-            scores = collect(rollouts, futures, f"step {step}")
+        with metrics.timed("score", device):  # rules have been at it since each response ended; models come in phase 4
+            rule_scores = scorer.rule_scores(rollouts, f"step {step}")
 
         # ---- 3 batch ----
         lengths_B = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
         R = int(lengths_B.max())
         mask_BR = mask_from_lengths(lengths_B, R)
         rollout_logprobs_BR = pad_rows([r.logprobs for r in rollouts], torch.float32, R).to(device)
-        scores_B = torch.tensor([s.value for s in scores], dtype=torch.float64, device=device)
-        judged_B = torch.tensor([s.error is None for s in scores], device=device)
+        truncated_B = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)
+        rule_scores_B = torch.tensor([s.value for s in rule_scores], dtype=torch.float64, device=device)
+        ruled_B = torch.tensor([s.error is None for s in rule_scores], device=device)
+        # [/shared]
 
         # ---- 4 no-grad ----
         with metrics.timed("nograd", device):
+            model_scores_B = scorer.model_scores(rollouts, data)
+            forward = rollouts, R, args.temperature, args.max_tokens_per_gpu, device
             # With one optimizer step per batch the policy of the update is the old one: no extra forward. DETAIL: else
             # micro-batches are packed over all responses here and over the minibatch there; in bfloat16 the first
             # ratios are then 1 only up to rounding.
-            old_logprobs_BR = None if one_update else logprobs_of(policy, rollouts, R)
-            ref_logprobs_BR = logprobs_of(reference, rollouts, R) if reference else None
+            old_logprobs_BR = None if one_update else logprobs_of(policy, *forward)
+            ref_logprobs_BR = logprobs_of(reference, *forward) if reference else None
 
         # ---- 5 advantages ----
+        # [shared: scores]
+        judged_B = ruled_B & model_scores_B.isfinite()
+        scores_B = torch.where(judged_B, rule_scores_B + model_scores_B, 0.0)
+        num_judged = int(sum_over_ranks(judged_B.sum()))
+        if num_judged == 0:
+            stop(f"--reward {args.reward}: not one response of step {step} could be judged")
+        # [/shared]
         # DETAIL: a truncated response keeps its score and its tokens, because the paper masks nothing.
         advantages_B = group_advantages(scores_B, judged_B, G, args.scale_advantages)
 
         # ---- 6 update ----
         lr = learning_rate(step, num_steps, args.lr, args.lr_schedule, args.warmup_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
         with metrics.timed("update", device):
             for epoch in range(args.update_epochs):
                 # A permutation of the global response indices, the same on every rank; each trains those it holds.
@@ -462,7 +449,7 @@ def main(args: Args) -> None:
                         old_logprobs_bR = logprobs_bR.detach() if one_update else old_logprobs_BR[part]
                         mask_bR = mask_BR[part]
                         loss_bR, ratio_bR, clipped_bR = policy_loss(
-                            logprobs_bR, old_logprobs_bR, advantages_B[part], args.clip_low, args.clip_high
+                            logprobs_bR, old_logprobs_bR, advantages_B[part, None], args.clip_low, args.clip_high
                         )
                         total_bR = loss_bR
                         if reference:
@@ -485,32 +472,30 @@ def main(args: Args) -> None:
                             diff_bR = (logprobs_bR.detach() - rollout_logprobs_BR[part]).abs()  # 0 on padding
                             metrics.add("rollout/logprob_diff_mean", diff_bR.sum(), tokens)
                             metrics.add_max("rollout/logprob_diff_max", diff_bR.max())
-                    # Over DTensors this is the norm of the whole gradient, not of this rank's shards.
-                    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
-                    if not torch.isfinite(norm):
-                        stop(f"the gradient norm of step {step} is {norm.item()}; nothing was updated by it")
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
-                    metrics.add("optim/grad_norm", norm)
+                    norms = optimizer_step(parts, {"policy": lr}, args.max_grad_norm, step)
+                    metrics.add("optim/grad_norm", norms["policy"])
                     metrics.add("optim/num_tokens", num_tokens)
 
         # ---- 7 weight sync ----
+        # [shared: sync]
         with metrics.timed("sync", device):
             if args.sleep != "none":
                 engine.wake()
             report = engine.sync_weights(policy)
         metrics.add("time/sync_reset_s", report.reset_seconds)
+        # [/shared]
 
         # ---- 8 log, evaluate, save ----
         scores_PG = scores_B.view(P, G)
         equal_P = scores_PG.amax(-1) == scores_PG.amin(-1)
-        metrics.add("reward/score", (scores_B * judged_B).sum(), judged_B.sum())
         metrics.add("reward/score_std", scores_PG.std(-1).sum(), P)
         metrics.add("reward/zero_std_frac", equal_P.sum(), P)
+        metrics.add("optim/lr", lr)
+        # [shared: log and evaluate]
+        metrics.add("reward/score", (scores_B * judged_B).sum(), judged_B.sum())
         metrics.add("reward/error_frac", (~judged_B).sum(), B)
         metrics.add("rollout/response_len", lengths_B.sum(), B)
-        metrics.add("rollout/truncated_frac", sum(r.finish_reason == "length" for r in rollouts), B)
-        metrics.add("optim/lr", lr)
+        metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
         metrics.add_max("perf/peak_mem_gib", peak_memory_gib(device))
         seconds = time.perf_counter() - step_began
         tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
@@ -518,31 +503,35 @@ def main(args: Args) -> None:
         last = step == num_steps
         if val and args.eval_every and (step % args.eval_every == 0 or last):
             with metrics.timed("eval", device):
-                evaluate(step, metrics)
+                examiner.evaluate(val, step, greedy, metrics, samples)
         metrics.add("time/step_s", seconds)
         figures = metrics.reduce()
         if rank == 0:
             append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})
         progress.update(figures)
         metrics = Metrics()  # saving comes after the step is logged, so its time stands with the next step
+        # [/shared]
         if args.save_every and (step % args.save_every == 0 or last):
             with metrics.timed("save", device):
-                saved = save_checkpoint(run_dir, step, policy, optimizer, *record)
+                saved = save_checkpoint(run_dir, step, parts, *record)
                 if args.export_hf == "every":
                     export_hf(saved / "hf", policy, tokenizer)
 
     # ---- the end ----
+    # [shared: end]
     progress.close()
-    pool.close()
+    scorer.close()
+    examiner.close()
     if args.export_hf != "off":
         export_hf(run_dir / "hf", policy, tokenizer)
     if rank == 0:
         curves = plot_runs([run_dir], run_dir / "curves.png")
         evals = [row["eval/score"] for row in read_jsonl(run_dir / "metrics.jsonl") if "eval/score" in row]
-        word = "accuracy" if args.reward in ("tiny", "gsm8k") else "mean score"
+        word = "accuracy" if (args.eval_reward or args.reward) in ("tiny", "gsm8k") else "mean score"
         change = f"{word} {evals[0]:.2f} -> {evals[-1]:.2f} on {len(val)} held-out prompts, " if evals else ""
         print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")
     engine.close()
+    # [/shared]
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ LENGTHS = [2, 4, 1, 3]
 def test_clipped_loss_golden(clip_high, first_row):
     ratio = torch.tensor(RATIOS)
     group = torch.tensor([1.5, -0.5, -0.5, -0.5])
-    loss, got_ratio, _ = policy_loss(ratio.log(), torch.zeros(4, 4), group, 0.2, clip_high)
+    loss, got_ratio, _ = policy_loss(ratio.log(), torch.zeros(4, 4), group[:, None], 0.2, clip_high)
     close(got_ratio, RATIOS, 1e-6)
     terms = [(-loss[i, :n]).tolist() for i, n in enumerate(LENGTHS)]
     expected = [first_row, [-0.45, -0.4, -0.5, -0.6], [-0.5], [-0.625, -0.4, -0.5]]
@@ -61,15 +61,17 @@ def test_clipped_loss_golden(clip_high, first_row):
 def test_token_mean_over_two_groups_golden():
     one = advantages([1.0, 0, 0, 0], True)
     two = advantages([1.0, 1, 0, 0], True)
-    first, _, _ = policy_loss(torch.tensor(RATIOS).log(), torch.zeros(4, 4), one, 0.2, 0.2)
-    second, _, _ = policy_loss(torch.tensor([[1.1], [0.95], [1.3], [0.7]]).log(), torch.zeros(4, 1), two, 0.2, 0.2)
+    first, _, _ = policy_loss(torch.tensor(RATIOS).log(), torch.zeros(4, 4), one[:, None], 0.2, 0.2)
+    second, _, _ = policy_loss(
+        torch.tensor([[1.1], [0.95], [1.3], [0.7]]).log(), torch.zeros(4, 1), two[:, None], 0.2, 0.2
+    )
     mask = torch.arange(4) < torch.tensor(LENGTHS)[:, None]
     assert -(first[mask].sum() + second.sum()).item() / 14 == pytest.approx(-0.04059, abs=1e-5)
 
 
 def test_clipped_tokens_have_no_gradient_and_are_counted():
     logprobs = torch.tensor([0.5, 1.0, 1.5, 1.5]).log()[:, None].requires_grad_()
-    loss, _, clipped = policy_loss(logprobs, torch.zeros(4, 1), torch.tensor([1.0, -1, 1, -1]), 0.2, 0.2)
+    loss, _, clipped = policy_loss(logprobs, torch.zeros(4, 1), torch.tensor([1.0, -1, 1, -1])[:, None], 0.2, 0.2)
     close(loss[:, 0], [-0.5, 1.0, -1.2, 1.5])
     loss.sum().backward()
     close(logprobs.grad[:, 0], [-0.5, 1.0, 0.0, 1.5])

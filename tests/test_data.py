@@ -178,10 +178,12 @@ def test_wrong_files(tmp_path):
 
 
 def test_null_prompt_is_an_error(tmp_path):
-    data = PromptData(write(tmp_path / "a.parquet", [{"prompt": "x"}, {"prompt": None}]))
-    assert data.row(0) == {"prompt": "x"}
-    with pytest.raises(ValueError, match=r"--train-files .*a\.parquet: row with uid 1 has no prompt"):
-        data.row(1)
+    data = PromptData(write(tmp_path / "a.parquet", [{"prompt": "x"}, {"prompt": None}], 1))
+    assert data.row(0) == data.row(2) == {"prompt": "x"}  # the same row in the next epoch
+    for uid in (1, 3):
+        with pytest.raises(ValueError, match=r"--train-files .*a\.parquet: row with uid 1 has no prompt"):
+            data.row(uid)
+    assert data.raw_row(3) == {"prompt": None} and data.file_of(3) == data.files[0]
 
 
 # ---- order ----

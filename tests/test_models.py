@@ -6,7 +6,7 @@ from conftest import make_model, sequences
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
-from utils import models
+from utils import forward, models
 from utils.models import load_config, load_policy
 from utils.packing import pack
 
@@ -41,7 +41,7 @@ def plain(path, temperature):
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_packed_equals_one_by_one(process_group, tmp_path, monkeypatch, family, tie, options, temperature):
-    monkeypatch.setattr(models, "HEAD_CHUNK", 3)  # several chunks, the last one short
+    monkeypatch.setattr(forward, "HEAD_CHUNK", 3)  # several chunks, the last one short
     sizes = {}
     if family == "sliding":
         family, sizes = "qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}

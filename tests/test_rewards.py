@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from utils.reward_pool import RewardPool, Score, check_reward
+from utils.reward_pool import RewardPool, Score, check_reward, rules_of
 from utils.rewards import gsm8k, gsm8k_number, load_reward, parse_rewards, tiny
 
 ROOT = Path(__file__).parents[1]
@@ -181,12 +181,15 @@ def test_parse_rewards():
         ("a/format.py:f", -0.2),
         ("b.py:g", 1),
     ]
+    assert parse_rewards("model:runs/rm/hf") == [("model:runs/rm/hf", 1.0)]
+    assert parse_rewards("tiny,model:/a.py/b:2") == [("tiny", 1.0), ("model:/a.py/b", 2.0)]
+    assert rules_of("model:x:2,tiny:3") == [("tiny", 3.0)]
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gsm9k", r"--reward gsm9k: unknown reward; use one of gsm8k, tiny, or path/to/file\.py:function"),
+        ("gsm9k", r"--reward gsm9k: unknown reward; use one of gsm8k, tiny, path/to/file\.py:function"),
         ("a.py", r"unknown reward; use .*path/to/file\.py:function"),
         ("gsm8k,,tiny", "--reward .*without a name"),
         ("", "--reward '': a part without a name"),
@@ -194,7 +197,8 @@ def test_parse_rewards():
         ("gsm8k:nan", "--reward gsm8k:nan: the weight must be a finite number; gsm8k:1.0 works"),
         ("a.py:f:inf", "finite number; a.py:f:1.0 works"),
         ("gsm8k:much", "finite number"),
-        ("model:/path/to/model", "--reward model:.* not supported by this script yet"),
+        ("model:", "--reward 'model:': a part without a name"),
+        ("model:/path:x", "finite number; model:/path:1.0 works"),
     ],
 )
 def test_parse_rewards_errors(spec, message):

@@ -1,6 +1,6 @@
 """The run folder, sharded checkpoints to resume from, and Hugging Face export.
 
-A checkpoint is `checkpoints/step_N/`: torch.distributed.checkpoint shards of model and optimizer, and `state.json`.
+A checkpoint is `checkpoints/step_N/`: torch.distributed.checkpoint shards of models and optimizers, and `state.json`.
 Samples, data order and learning rate are functions of (seed, step), so that is all the state there is. It is written
 aside and renamed whole: a folder named step_N is complete. DCP's metadata is a pickle: load only checkpoints you made.
 """
@@ -17,18 +17,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from utils.dist import broadcast, fail_together
 from utils.metrics import cut_jsonl
-from utils.models import PolicyModel, hf_name
+from utils.models import Parts, PolicyModel, ScalarModel, hf_name
 
 MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what was trained so far
     "run_dir", "resume", "num_steps", "num_epochs", "save_every", "eval_every", "export_hf", "max_tokens_per_gpu",
@@ -110,54 +109,91 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
     return checkpoint, step
 
 
-def save_checkpoint(
-    run_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, args: dict, data: dict
-) -> Path:
-    """Write checkpoints/step_N (collective). A failure on any rank leaves earlier checkpoints as they were."""
+def save_checkpoint(run_dir: Path, step: int, parts: Parts, args: dict, data: dict, state: dict | None = None) -> Path:
+    """Write checkpoints/step_N (collective). A failure on any rank leaves earlier checkpoints as they were.
+
+    Args: state: what else a step hands to the next one (a KL coefficient), as JSON.
+    """
     final = run_dir / "checkpoints" / f"step_{step}"
     aside = final.with_name(f"{final.name}.tmp")
     if dist.get_rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     dist.barrier()
-    model_state, optim_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=aside)
+    dcp.save(_state_of(parts), checkpoint_id=aside)
     if dist.get_rank() == 0:
-        state = {
+        record = {
             "step": step,
             "args": args,
             "data": data,
+            "state": state or {},
             "world_size": dist.get_world_size(),
             "torch": torch.__version__,
         }
-        (aside / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+        (aside / "state.json").write_text(json.dumps(record, indent=2) + "\n")
         shutil.rmtree(final, ignore_errors=True)
         os.replace(aside, final)
     dist.barrier()
     return final
 
 
-def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model and optimizer from a checkpoint, on any number of ranks (collective)."""
-    model_state, optim_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optim": optim_state}
-    dcp.load(state, checkpoint_id=checkpoint)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+def load_checkpoint(checkpoint: Path, parts: Parts) -> dict:
+    """Fill models and optimizers from a checkpoint, on any number of ranks (collective); returns its `state`."""
+    full = _state_of(parts)
+    dcp.load(full, checkpoint_id=checkpoint)
+    for name, (model, optimizer) in parts.items():
+        set_state_dict(model, optimizer, model_state_dict=full[name]["model"], optim_state_dict=full[name]["optim"])
+    return json.loads((checkpoint / "state.json").read_text())["state"]
 
 
-def export_hf(folder: Path, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` and vLLM load, in the model's dtype (collective)."""
-    full = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def _state_of(parts: Parts) -> dict:
+    return {
+        name: dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        for name, (model, optimizer) in parts.items()
+    }
+
+
+def set_safe_pad(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, eos_ids: list[int]) -> int:
+    """The pad id an exported reward model can carry, set on the tokenizer too: one that never ends a response.
+
+    transformers reads a score at the last id that differs from the pad id: were that an end-of-sequence id, it would
+    read the token before.
+    Raises: ValueError where there is none.
+    """
+    ends = {*eos_ids, tokenizer.eos_token_id}
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
+        reserved = [
+            token.content
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+            and i not in {*ends, tokenizer.bos_token_id}
+            and token.content not in (tokenizer.chat_template or "")
+        ]
+        if reserved:
+            tokenizer.pad_token = reserved[0]
+        elif len(tokenizer) < config.vocab_size:  # the embedding has rows that no token uses
+            tokenizer.add_special_tokens({"pad_token": f"<|pad_{len(tokenizer)}|>"})
+        else:
+            raise ValueError(
+                f"--model: its pad token ({tokenizer.pad_token}) may end a response, and its vocabulary has neither a "
+                "reserved token nor a free id; give its tokenizer a pad_token of its own"
+            )
+    return tokenizer.pad_token_id
+
+
+def export_hf(folder: Path, model: PolicyModel | ScalarModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a folder that the model's auto class (and vLLM) loads, in the dtype it was loaded in (collective)."""
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        dtype = policy.saved_dtype
+        dtype = model.saved_dtype
         with init_empty_weights():
-            shell = AutoModelForCausalLM.from_config(policy.lm.config, dtype=dtype)
+            shell = model.auto_class.from_config(model.lm.config, dtype=dtype)
         aside = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(aside, ignore_errors=True)
         shell.save_pretrained(aside, state_dict={hf_name(k): v.to(dtype) for k, v in full.items()})
         tokenizer.save_pretrained(aside)
-        if policy.generation_config_file:  # copied, because transformers refuses to save some that it loads
-            shutil.copyfile(policy.generation_config_file, aside / "generation_config.json")
+        if model.generation_config_file:  # copied, because transformers refuses to save some that it loads
+            shutil.copyfile(model.generation_config_file, aside / "generation_config.json")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
     dist.barrier()

@@ -4,7 +4,7 @@
 
 writes train.parquet and test.parquet. A row has the columns of verl's files, which run unchanged: `prompt` (a list of
 {role, content}, or a string), and if present `data_source`, `ability`, `reward_model` {style, ground_truth} and
-`extra_info`.
+`extra_info`. For the rows of a reward model, see utils/preferences.py.
 """
 
 import bisect
@@ -51,7 +51,7 @@ def _find_files(files: str | list[str], flag: str) -> list[str]:
     return sorted(found)
 
 
-def _check_columns(schema: pa.Schema, path: str, flag: str) -> None:
+def _check_columns(schema: pa.Schema, path: str, flag: str, texts: tuple[str, ...]) -> None:
     types = {field.name: field.type for field in schema}
 
     def is_text(kind: pa.DataType) -> bool:
@@ -64,11 +64,12 @@ def _check_columns(schema: pa.Schema, path: str, flag: str) -> None:
         fields = {field.name: field.type for field in kind.value_type}
         return all(name in fields and is_text(fields[name]) for name in ("role", "content"))
 
-    if "prompt" not in types:
-        raise ValueError(f"{flag} {path}: no column `prompt`; its columns are {', '.join(types)}")
-    if not is_text(types["prompt"]) and not is_messages(types["prompt"]):
-        rule = "it must be a string or a list of {role: string, content: string}"
-        raise ValueError(f"{flag} {path}: column `prompt` is {types['prompt']}; {rule}")
+    for name in texts:
+        if name not in types:
+            raise ValueError(f"{flag} {path}: no column `{name}`; its columns are {', '.join(types)}")
+        if not is_text(types[name]) and not is_messages(types[name]):
+            rule = "it must be a string or a list of {role: string, content: string}"
+            raise ValueError(f"{flag} {path}: column `{name}` is {types[name]}; {rule}")
     if "reward_model" in types and not pa.types.is_struct(types["reward_model"]):
         rule = "it must be a struct {style, ground_truth}"
         raise ValueError(f"{flag} {path}: column `reward_model` is {types['reward_model']}; {rule}")
@@ -78,13 +79,15 @@ class PromptData:
     """The rows of one or many parquet files; `uid` is a row's index over the sorted list of files.
 
     Construction reads only the files' footers (row counts and columns); rows are read when asked for, by row group.
+    `texts` names the columns that every file must have, of strings or of message lists.
 
     Raises: ValueError naming `flag` where a file is missing, not parquet, empty, or lacks the columns.
     """
 
-    def __init__(self, files: str | list[str], flag: str = "--train-files"):
+    def __init__(self, files: str | list[str], flag: str = "--train-files", texts: tuple[str, ...] = ("prompt",)):
         self.flag = flag
         self.files = _find_files(files, flag)
+        self.columns: set[str] = set()  # of all files together
         self._groups: list[tuple[str, int]] = []  # (file, row group) ...
         self._starts: list[int] = []  # ... and the uid of its first row
         self._cache: OrderedDict[int, pa.Table] = OrderedDict()
@@ -97,7 +100,7 @@ class PromptData:
             except (pa.ArrowException, OSError) as error:
                 reason = str(error).splitlines()[0]
                 raise ValueError(f"{flag} {path}: cannot be read as parquet ({reason}); give a parquet file") from error
-            _check_columns(schema, path, flag)
+            _check_columns(schema, path, flag, texts)
             if metadata.num_rows == 0:
                 raise ValueError(f"{flag} {path}: has 0 rows; leave it out, or make it anew")
             for group in range(metadata.num_row_groups):
@@ -105,6 +108,7 @@ class PromptData:
                     self._groups.append((path, group))
                     self._starts.append(self._num_rows)
                     self._num_rows += metadata.row_group(group).num_rows
+            self.columns.update(schema.names)
             columns = [f"{field.name}: {field.type}" for field in schema]
             digest.update(json.dumps([os.path.basename(path), metadata.num_rows, columns]).encode())
         self._fingerprint = digest.hexdigest()[:16]
@@ -121,12 +125,22 @@ class PromptData:
 
         Raises: ValueError where the row group cannot be read, or the row has no prompt.
         """
-        uid %= len(self)
-        index = bisect.bisect_right(self._starts, uid) - 1
-        row = self._read(index).slice(uid - self._starts[index], 1).to_pylist()[0]
+        row = self.raw_row(uid)
         if row["prompt"] is None:
-            raise ValueError(f"{self.flag} {self._groups[index][0]}: row with uid {uid} has no prompt (null)")
+            raise ValueError(f"{self.flag} {self.file_of(uid)}: row with uid {uid % len(self)} has no prompt (null)")
         return row
+
+    def raw_row(self, uid: int) -> dict:
+        """`row`, whatever may be null in it."""
+        index = self._group_of(uid)
+        return self._read(index).slice(uid % len(self) - self._starts[index], 1).to_pylist()[0]
+
+    def file_of(self, uid: int) -> str:
+        """The path of the file that the row is in."""
+        return self._groups[self._group_of(uid)][0]
+
+    def _group_of(self, uid: int) -> int:
+        return bisect.bisect_right(self._starts, uid % len(self)) - 1
 
     def _read(self, index: int) -> pa.Table:
         if index not in self._cache:
@@ -184,6 +198,7 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
         raise ValueError("prompt: is empty; at least one message, or one character, is needed")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     for message in messages:
+        message = message or {}  # one that is null
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise ValueError(f"prompt: `{key}` of a message must be a string, not {message.get(key)!r}")

@@ -58,6 +58,19 @@ def broadcast(value: Any) -> Any:
     return box[0]
 
 
+def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """The sum of every rank's `value`, in float64."""
+    total = value.detach().double()  # a copy: all_reduce works in place
+    total = total.clone() if total is value else total
+    dist.all_reduce(total)
+    return total
+
+
+def stop(message: str) -> None:
+    """End the run with one line; called on every rank at once. Checkpoints stay as they are."""
+    raise SystemExit(f"error: {message}" if dist.get_rank() == 0 else 1)
+
+
 @contextmanager
 def fail_together() -> Iterator[None]:
     """Around checks that one rank may fail alone (a file missing on one node): the error is raised on every rank.

@@ -7,7 +7,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ class Metrics:
         self._mean: dict[str, tuple] = {}
         self._max: dict[str, list] = {}
 
-    def add(self, key: str, total: float | torch.Tensor, count: float = 1.0) -> None:
+    def add(self, key: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
         """Add `count` observations summing to `total`; the step's figure is their mean.
 
         Tensors stay on the device until `reduce`, so that adding never waits for the GPU.
@@ -32,7 +32,7 @@ class Metrics:
         if isinstance(total, torch.Tensor):
             total = total.detach().double()
         old_total, old_count = self._mean.get(key, (0.0, 0.0))
-        self._mean[key] = (old_total + total, old_count + float(count))
+        self._mean[key] = (old_total + total, old_count + count)
 
     def add_max(self, key: str, value: float | torch.Tensor) -> None:
         """Add one candidate; the step's figure is the largest."""
@@ -51,7 +51,7 @@ class Metrics:
         """The step's figures over all ranks, alike on every rank. Keys seen by some ranks only count those ranks."""
         mean: dict[str, tuple[float, float]] = {}
         peak: dict[str, float] = {}
-        my_mean = {key: (float(total), count) for key, (total, count) in self._mean.items()}
+        my_mean = {key: (float(total), float(count)) for key, (total, count) in self._mean.items()}
         my_max = {key: max(map(float, values)) for key, values in self._max.items()}
         for rank_mean, rank_max in all_gather((my_mean, my_max)):  # summed in rank order: reproducible
             for key, (total, count) in rank_mean.items():
@@ -61,6 +61,20 @@ class Metrics:
                 peak[key] = max(value, peak.get(key, value))
         figures = {key: total / count for key, (total, count) in mean.items() if count > 0}
         return dict(sorted({**figures, **peak}.items()))
+
+
+def explained_variance(
+    values_BR: torch.Tensor, returns_BR: torch.Tensor, mask_BR: torch.Tensor, over_ranks: Callable
+) -> torch.Tensor:
+    """1 - Var(return - value) / Var(return) over the masked entries of all ranks: 1 is a perfect critic, 0 a constant.
+
+    Args: over_ranks: sums a tensor over the ranks.
+    """
+    pair_2BR = torch.stack([returns_BR - values_BR, returns_BR]).double() * mask_BR
+    count = over_ranks(mask_BR.sum())
+    mean_2 = over_ranks(pair_2BR.sum((1, 2))) / count
+    error, spread = over_ranks(((pair_2BR - mean_2[:, None, None]).square() * mask_BR).sum((1, 2)))
+    return 1 - error / spread.clamp_min(1e-12)
 
 
 def synchronize(device: torch.device) -> None:
@@ -106,6 +120,8 @@ def cut_jsonl(path: Path, last_step: int) -> None:
 
 SHOWN = {  # on the progress bar
     "eval/score": "eval",
+    "eval/accuracy": "accuracy",
+    "rm/loss": "loss",
     "reward/score": "score",
     "rollout/response_len": "len",
     "policy/entropy": "entropy",

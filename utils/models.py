@@ -1,24 +1,15 @@
-"""Load a Hugging Face causal LM onto FSDP2 shards; packed forward that returns log-probs of the response tokens.
-
-Shapes: T packed tokens, N response tokens of the micro-batch, H hidden, V vocabulary. [T, V] never exists: the head
-runs on the N predicting positions alone, in chunks, and is recomputed in the backward pass.
-"""
+"""Load a Hugging Face model onto FSDP2 shards: configuration, tokenizer, weights, and what is refused of each."""
 
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -28,109 +19,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from utils.dist import fail_together
-from utils.packing import Packed
+from utils.dist import fail_together, seed_for, stop
+from utils.forward import PolicyModel, ScalarModel
 
-if torch.cuda.is_available():
-    from torch.nn.attention.varlen import varlen_attn
-
-HEAD_CHUNK = 2048  # response tokens per head chunk; at a vocabulary of 152k one float32 [chunk, V] is 1.2 GiB
 LOGIT_KNOBS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
 
-
-def packed_attention(
-    module, query, key, value, attention_mask, scaling=None, sliding_window=None, cu_seq_lens_q=None,
-    max_length_q=None, **kwargs,
-):  # fmt: skip
-    """Causal attention inside each packed sequence; the attention function every model here is loaded with.
-
-    Args: query: [1, heads, T, D]; key, value: [1, kv_heads, T, D]; cu_seq_lens_q: [n + 1]; sliding_window: tokens.
-    Returns: [1, T, heads, D] and None, as transformers wants it.
-    """
-    assert cu_seq_lens_q is not None, "packed_attention needs cu_seq_lens_q: the model did not hand its kwargs down"
-    grouped = query.shape[1] != key.shape[1]
-    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    if query.is_cuda and query.dtype != torch.float32:
-        window = (sliding_window - 1 if sliding_window else -1, 0)
-        gqa = {"enable_gqa": grouped} if "enable_gqa" in varlen_attn.__kwdefaults__ else {}
-        out_THD = varlen_attn(
-            q_THD, k_THD, v_THD, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
-            scale=scaling, window_size=window, **gqa,
-        )  # fmt: skip
-        return out_THD[None], None
-    # No varlen kernel for float32, nor on CPU. One right-padded row per sequence costs n x max_length^2 instead of the
-    # T^2 of a block-diagonal mask; a causal row never sees the padding behind it.
-    lengths = cu_seq_lens_q.diff()
-    row_T = torch.repeat_interleave(torch.arange(len(lengths), device=query.device), lengths)
-    col_T = torch.arange(len(row_T), device=query.device) - cu_seq_lens_q[row_T]
-
-    def padded(x_THD):
-        return x_THD.new_zeros(len(lengths), max_length_q, *x_THD.shape[1:]).index_put((row_T, col_T), x_THD)
-
-    q, k, v = (padded(x).transpose(1, 2) for x in (q_THD, k_THD, v_THD))
-    mask = None
-    if sliding_window and sliding_window < max_length_q:
-        i = torch.arange(max_length_q, device=query.device)
-        mask = (i[:, None] >= i) & (i[:, None] - i < sliding_window)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-    )
-    return out.transpose(1, 2)[row_T, col_T][None], None
-
-
 transformers_logging.disable_progress_bar()  # one bar, the run's own
-AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)
+transformers_logging.set_verbosity_error()  # a head that is missing on purpose; what is missing else is an error here
 
 
-def _head_chunk(hidden_NH, weight_VH, bias_V, target_N, temperature):
-    # DETAIL: logits are divided by the temperature once, in float32, before log-prob and entropy alike, as the engine
-    # does (processed_logprobs); dividing log-probs instead would leave them unnormalised.
-    logits_NV = F.linear(hidden_NH, weight_VH, bias_V).float() / temperature
-    lse_N = logits_NV.logsumexp(-1)
-    logprobs_N = logits_NV.gather(-1, target_N[:, None])[:, 0] - lse_N
-    with torch.no_grad():  # logged, not trained on
-        entropy_N = lse_N - (logits_NV - lse_N[:, None]).exp_().mul_(logits_NV).sum(-1)
-    return logprobs_N, entropy_N
-
-
-class PolicyModel(nn.Module):
-    """A causal LM as the root FSDP module: its forward returns log-probs, so that all FSDP work is inside it."""
-
-    def __init__(self, lm: nn.Module, saved_dtype: torch.dtype | None = None):
-        super().__init__()
-        self.lm = lm
-        self.saved_dtype = saved_dtype  # of the folder it was loaded from, and of the one it is exported to
-        self.generation_config_file: str | None = None  # goes into the export as it is
-        if lm.config.tie_word_embeddings:
-            # FSDP2 keeps one owner per parameter: the alias would be left behind on every unshard, so it goes.
-            lm.set_output_embeddings(None)
-
-    def forward(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob and entropy, in nats, of each response token at `temperature`.
-
-        Shapes: both [N] float32; `packed.to_padded` brings them to [b, R]. Entropy carries no gradient.
-        """
-        hidden_TH = self.lm.base_model(
-            input_ids=packed.input_ids_T[None],
-            position_ids=packed.position_ids_T[None],
-            use_cache=False,  # nothing decodes from here: a cache would only hold memory
-            cu_seq_lens_q=packed.cu_seqlens,
-            cu_seq_lens_k=packed.cu_seqlens,
-            max_length_q=packed.max_seqlen,
-            max_length_k=packed.max_seqlen,
-        ).last_hidden_state[0]
-        head = self.lm.get_output_embeddings() or self.lm.get_input_embeddings()
-        bias_V = getattr(head, "bias", None)
-        chunks = []
-        for hidden, target in zip(
-            hidden_TH[packed.predict_N].split(HEAD_CHUNK), packed.target_N.split(HEAD_CHUNK), strict=True
-        ):
-            args = (hidden, head.weight, bias_V, target, temperature)
-            grad = torch.is_grad_enabled()
-            chunks.append(checkpoint(_head_chunk, *args, use_reentrant=False) if grad else _head_chunk(*args))
-        logprobs_N, entropy_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        return logprobs_N, entropy_N
+def has_scalar_head(config: PreTrainedConfig) -> bool:
+    """Whether the folder holds a sequence classification head with a single output."""
+    return config.num_labels == 1 and any(n.endswith("ForSequenceClassification") for n in config.architectures or [])
 
 
 def load_config(path: str, flag: str = "--model") -> PreTrainedConfig:
@@ -165,6 +65,19 @@ def load_tokenizer(path: str, flag: str = "--model") -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def check_sibling(path: str, flag: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+    """Refuse a model that cannot read the policy's token ids: another vocabulary, or fewer positions than `longest`.
+
+    Raises: ValueError.
+    """
+    if load_tokenizer(path, flag).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"{flag} {path}: has another vocabulary than --model; one of the same family works")
+    if (positions := load_config(path, flag).max_position_embeddings) < longest:
+        raise ValueError(
+            f"{flag} {path}: has {positions} positions for --max-prompt-len + --max-response-len {longest}"
+        )
+
+
 def end_of_sequence_ids(path: str, config, tokenizer) -> list[int]:
     """All ids that end a response: those of the generation config, else of the model's config, else the tokenizer's."""
     try:
@@ -180,62 +93,128 @@ def end_of_sequence_ids(path: str, config, tokenizer) -> list[int]:
     return ids if isinstance(ids, list) else [ids]
 
 
-def load_policy(
+def load_policy(path: str, mesh: DeviceMesh, *, flag: str = "--model", **how) -> PolicyModel:
+    """The causal LM of a folder, sharded. `how`: see `_load`.
+
+    Raises: ValueError when the folder's weights do not fill the model.
+    """
+    return _load(PolicyModel, path, load_config(path, flag), mesh, flag, **how)
+
+
+def load_scalar(
+    path: str, mesh: DeviceMesh, *, flag: str, seed: int = 0, head_std: float | None = None, **how
+) -> ScalarModel:
+    """The reward model of a folder, or with `head_std` the backbone of any, sharded. `how`: see `_load`.
+
+    Args: head_std: where the folder is a causal LM's, it gets a new head drawn with this std (0: zeros) from `seed`;
+        None: the folder must bring the head.
+    Raises: ValueError when the head is not scalar, or the folder's weights do not fill the model.
+    """
+    config = load_config(path, flag)
+    kinds = config.architectures or []
+    if not has_scalar_head(config):
+        if head_std is None or not all(kind.endswith("ForCausalLM") for kind in kinds):
+            raise ValueError(
+                f"{flag} {path}: must have a scalar head, and is {', '.join(kinds) or 'of no named architecture'} with "
+                f"{config.num_labels} labels; a folder written by reward_model_bt.py works"
+            )
+        config.num_labels = 1
+
+    def new_head(source: nn.Module, missing: list[str]) -> list[str]:
+        if "score.weight" in missing and head_std is not None:
+            generator = torch.Generator().manual_seed(seed_for("head", seed))
+            source.score.weight.data.normal_(0.0, head_std, generator=generator)
+            missing.remove("score.weight")
+        return missing
+
+    return _load(ScalarModel, path, config, mesh, flag, fill=new_head, **how)
+
+
+def _load(
+    wrapper: type[PolicyModel] | type[ScalarModel],
     path: str,
+    config: PreTrainedConfig,
     mesh: DeviceMesh,
+    flag: str,
     *,
     master_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     trainable: bool = True,
     activation_checkpointing: bool = False,
     compile_blocks: bool = False,
-    flag: str = "--model",
-) -> PolicyModel:
+    fill=lambda source, missing: missing,
+) -> nn.Module:
     """Build on meta, shard with `fully_shard` (each block, then the root), then fill the shards from rank 0.
 
     Args: master_dtype: of the sharded parameters (float32 to train); compute_dtype: of the unsharded ones in forward
-        and backward. Gradients are reduced in float32. trainable=False: a frozen reference.
-    Raises: ValueError when the folder's weights do not fill the model.
+        and backward. Gradients are reduced in float32. trainable=False: frozen. fill: initialises what is missing from
+        the folder, returns what still is.
     """
-    config = load_config(path, flag)
     saved_dtype = config.dtype or torch.float32
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     with init_empty_weights(include_buffers=False):  # parameters on meta; buffers (rotary tables) real
-        lm = AutoModelForCausalLM.from_config(config, dtype=master_dtype, attn_implementation="packed")
+        lm = wrapper.auto_class.from_config(config, dtype=master_dtype, attn_implementation="packed")
     if not lm._supports_attention_backend:
         raise ValueError(f"{flag} {path}: {type(lm).__name__} takes no attention function; Qwen2 or Llama works")
-    policy = PolicyModel(lm, saved_dtype).train(trainable).requires_grad_(trainable)
-    for module in policy.modules():
+    model = wrapper(lm, saved_dtype).train(trainable).requires_grad_(trainable)
+    for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # DETAIL: no dropout, because it would make old and new log-probs differ by noise
     if activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    blocks = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     assert blocks, f"{type(lm).__name__}: no transformer blocks found"
     precision = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     for block in blocks:
         if compile_blocks:
             block.compile()
-        # one rank gains nothing by freeing a block that the backward pass casts again; a reference has no backward
+        # one rank gains nothing by freeing a block that the backward pass casts again; a frozen one has no backward
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=mesh.size() > 1 or not trainable)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=not trainable)
-    policy.generation_config_file = cached_file(
+    if wrapper is ScalarModel:
+        float32 = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+        fully_shard(lm.score, mesh=mesh, mp_policy=float32)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=not trainable)
+    model.generation_config_file = cached_file(
         path, "generation_config.json", _raise_exceptions_for_missing_entries=False
     )
-    policy._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
     full = {}
     with fail_together():
         if mesh.get_rank() == 0:
-            source, info = AutoModelForCausalLM.from_pretrained(path, dtype=master_dtype, output_loading_info=True)
-            if info["missing_keys"]:
-                missing = sorted(info["missing_keys"])[:3]
-                raise ValueError(f"{flag} {path}: weights missing from the folder, {missing} among them")
-            full = PolicyModel(source).state_dict()
-    set_model_state_dict(policy, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    return policy
+            source, info = wrapper.auto_class.from_pretrained(
+                path, config=config, dtype=master_dtype, output_loading_info=True
+            )
+            if missing := fill(source, sorted(info["missing_keys"])):
+                raise ValueError(f"{flag} {path}: weights missing from the folder, {missing[:3]} among them")
+            full = wrapper(source).state_dict()
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return model
+
+
+Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # what is trained, by name: "policy", "critic"
+
+
+def optimizer_step(parts: Parts, rates: dict[str, float], max_grad_norm: float, step: int) -> dict[str, torch.Tensor]:
+    """Clip each part's gradient, step its optimizer at its rate, zero the gradient; returns the norms before clipping.
+
+    Ends the run, before anything is updated, where a norm is not finite.
+    """
+    norms = {  # over DTensors this is the norm of the whole gradient, not of this rank's shards
+        name: nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor()
+        for name, (model, _) in parts.items()
+    }
+    if not torch.stack([*norms.values()]).isfinite().all():
+        found = ", ".join(f"{norm.item()} ({name})" for name, norm in norms.items())
+        stop(f"the gradient norm of step {step} is {found}; nothing was updated by it")
+    for name, (_, optimizer) in parts.items():
+        for group in optimizer.param_groups:
+            group["lr"] = rates[name]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return norms
 
 
 def hf_name(name: str) -> str:
-    """Parameter name inside a PolicyModel -> name in the Hugging Face checkpoint."""
+    """Parameter name inside a PolicyModel or ScalarModel -> name in the Hugging Face checkpoint."""
     return name.removeprefix("lm.")

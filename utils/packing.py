@@ -67,6 +67,7 @@ class Packed:
     target_N: torch.Tensor  # the response tokens themselves
     row_N: torch.Tensor  # their place in the padded [b, R] tensor
     col_N: torch.Tensor
+    last_b: torch.Tensor  # the packed position of each sequence's last token, found by length
 
     def to_padded(self, values_N: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
         """[N] per response token -> [b, R], zero on padding; differentiable."""
@@ -76,11 +77,13 @@ class Packed:
 def plan_together(rollouts: Sequence, indices: Sequence[int], max_tokens: int) -> tuple[list[list[int]], int]:
     """Micro-batches over `indices` of this rank's rollouts, and the response tokens in them over all ranks.
 
+    An item may also be a tuple of sequences that stay together (the two of a preference pair).
     Collective. Returns as many lists of indices on every rank, some empty, because FSDP's collectives must match.
     """
-    lengths = [len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids) for i in indices]
+    items = [item if isinstance(item, tuple) else (item,) for item in (rollouts[i] for i in indices)]
+    lengths = [sum(len(s.prompt_ids) + len(s.response_ids) for s in item) for item in items]
     plan = [[indices[j] for j in part] for part in plan_micro_batches(lengths, max_tokens)]
-    gathered = all_gather((len(plan), sum(len(rollouts[i].response_ids) for i in indices)))
+    gathered = all_gather((len(plan), sum(len(s.response_ids) for item in items for s in item)))
     plan += [[]] * (max(count for count, _ in gathered) - len(plan))
     return plan, sum(tokens for _, tokens in gathered)
 
@@ -105,6 +108,7 @@ def pack(rollouts: Sequence, device: torch.device) -> Packed:
         target += response
         rows += [row] * len(response)
         cols += range(len(response))
+    last = [end - 1 for end in bounds[1:]]
     if not ids:
         ids, positions, bounds = [0], [0], [0, 1]
     long = {"dtype": torch.long, "device": device}
@@ -117,4 +121,5 @@ def pack(rollouts: Sequence, device: torch.device) -> Packed:
         target_N=torch.tensor(target, **long),
         row_N=torch.tensor(rows, **long),
         col_N=torch.tensor(cols, **long),
+        last_b=torch.tensor(last, **long),
     )

@@ -26,10 +26,10 @@ def check_flags(
     for name in not_negative.split():
         if not (flags[name] >= 0 and math.isfinite(flags[name])):
             raise ValueError(f"{flag(name, flags)}: must not be below 0; the default is {default[name]}")
-    if not 0.01 <= flags["temperature"] <= 2:  # below, vLLM samples at 0.01 instead
+    if not 0.01 <= flags.get("temperature", 1.0) <= 2:  # below, vLLM samples at 0.01 instead
         raise ValueError(f"{flag('temperature', flags)}: must be from 0.01 to 2, vLLM's limits; 1.0 works")
     for name, example in (("train_files", "data/gsm8k/train.parquet"), ("reward", "gsm8k")):
-        if not flags[name]:
+        if not flags.get(name, example):
             word = f"--{name.replace('_', '-')}"
             raise ValueError(f"{word}: must be given with {flag('model', flags)}; {word} {example}, for example")
     for name, (cause, is_idle) in idle.items():
@@ -39,30 +39,34 @@ def check_flags(
         raise ValueError("--resume auto: needs the --run-dir to look in; --run-dir runs/NAME")
 
 
-def check_sizes(flags: dict, world_size: int, positions: int) -> None:
-    """Batch sizes over the ranks, and lengths over the model's positions and the token budget.
-
-    Raises: ValueError.
-    """
-    prompts, minibatch = flags["prompts_per_step"], flags["minibatch_size"]
-    if prompts % world_size:
-        lower = prompts // world_size * world_size
+def check_divides(flags: dict, name: str, world_size: int) -> None:
+    """A global batch size lies evenly over the ranks. Raises: ValueError."""
+    if flags[name] % world_size:
+        lower = flags[name] // world_size * world_size
         works = " or ".join(str(v) for v in (lower, lower + world_size) if v)
-        raise ValueError(f"{flag('prompts_per_step', flags)}: must divide by the {world_size} ranks; {works} works")
-    responses = prompts * flags["group_size"]
+        raise ValueError(f"{flag(name, flags)}: must divide by the {world_size} ranks; {works} works")
+
+
+def check_minibatch(flags: dict) -> None:
+    """The minibatch divides the step's responses. Raises: ValueError."""
+    responses, minibatch = flags["prompts_per_step"] * flags["group_size"], flags["minibatch_size"]
     if minibatch and responses % minibatch:
         near = min((v for v in range(1, responses + 1) if responses % v == 0), key=lambda v: abs(v - minibatch))
         raise ValueError(
             f"{flag('minibatch_size', flags)}: must divide the step's {responses} responses "
             f"(--prompts-per-step x --group-size); {near} works"
         )
+
+
+def check_lengths(flags: dict, positions: int, sequences: int = 1) -> None:
+    """Lengths over the model's positions, and over the budget that holds `sequences` of them. Raises: ValueError."""
     longest = flags["max_prompt_len"] + flags["max_response_len"]
     if longest > positions:
         raise ValueError(
             f"{flag('max_response_len', flags)}: with {flag('max_prompt_len', flags)} goes beyond the model's "
             f"{positions} positions; {positions - flags['max_prompt_len']} works"
         )
-    if flags["max_tokens_per_gpu"] < longest:
-        raise ValueError(
-            f"{flag('max_tokens_per_gpu', flags)}: must hold --max-prompt-len + --max-response-len; {longest} works"
-        )
+    if flags["max_tokens_per_gpu"] < sequences * longest:
+        times = f"{sequences} x (--max-prompt-len + --max-response-len)"
+        times = times if sequences > 1 else "--max-prompt-len + --max-response-len"
+        raise ValueError(f"{flag('max_tokens_per_gpu', flags)}: must hold {times}; {sequences * longest} works")

@@ -135,6 +135,11 @@ def _ask(process: subprocess.Popen, line: bytes, limit_s: float) -> tuple[dict |
     return (json.loads(reply) if reply.endswith(b"\n") else None), passed.is_set()
 
 
+def rules_of(spec: str) -> list[tuple[str, float]]:
+    """The parts of a `--reward` value that are functions, not reward models."""
+    return [(name, weight) for name, weight in parse_rewards(spec) if not name.startswith("model:")]
+
+
 class RewardPool:
     """Worker processes that score responses, each call within `timeout_s`; a hung or dead one is replaced.
 
@@ -148,7 +153,7 @@ class RewardPool:
     def __init__(self, spec: str, num_workers: int, timeout_s: float):
         assert num_workers >= 1 and timeout_s > 0, (num_workers, timeout_s)
         rewards = []
-        for name, weight in parse_rewards(spec):
+        for name, weight in rules_of(spec):
             path, colon, function = name.rpartition(":")  # a built-in name has no path
             rewards.append((f"{Path(path).expanduser().resolve()}:{function}" if colon else name, weight))
         self.spec, self.timeout_s = spec, timeout_s
@@ -265,6 +270,8 @@ def check_reward(spec: str, row: dict, timeout_s: float, flag: str = "--train-fi
     Raises: ValueError where the reward does not load, raises, hangs, dies, or returns something other than a finite
     number or None.
     """
+    if not rules_of(spec):
+        return
     with RewardPool(spec, 1, timeout_s) as pool:
         score = pool.submit("", row).result()
     if score.error not in (None, "unjudged"):

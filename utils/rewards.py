@@ -1,8 +1,9 @@
 """Reward functions, and how `--reward` names them. They run in the worker processes of utils/reward_pool.py.
 
 A reward function takes `(response: str, row: dict)` and returns a float, or None for "could not judge". `--reward`
-names one that is built in (`gsm8k`, `tiny`), one in a file of the user's (`path/to/file.py:function`), or several with
-weights (`gsm8k:1.0,format.py:f:0.2`). Imports only the standard library, so that a worker starts in no time.
+names one that is built in (`gsm8k`, `tiny`), one in a file of the user's (`path/to/file.py:function`), a reward model
+(`model:path/to/folder`, see utils/scoring.py), or several with weights (`gsm8k:1.0,format.py:f:0.2`). Imports only the
+standard library, so that a worker starts in no time.
 """
 
 import importlib.util
@@ -68,7 +69,7 @@ def tiny(response: str, row: dict) -> float:
 
 
 REWARDS: dict[str, Callable[[str, dict], float | None]] = {"gsm8k": gsm8k, "tiny": tiny}
-_FORMS = f"one of {', '.join(REWARDS)}, or path/to/file.py:function"
+_FORMS = f"one of {', '.join(REWARDS)}, path/to/file.py:function, or model:path/to/reward_model"
 
 
 # ---- specs ----
@@ -81,10 +82,8 @@ def parse_rewards(spec: str) -> list[tuple[str, float]]:
     """
     rewards = []
     for part in (part.strip() for part in spec.split(",")):
-        if part.startswith("model:"):
-            raise ValueError(f"--reward {part}: reward models are not supported by this script yet; use {_FORMS}")
-        path, dot_py, rest = part.rpartition(".py:")
-        name, _, weight = (rest if dot_py else part).partition(":")
+        path, dot_py, rest = ("", "model:", part[6:]) if part.startswith("model:") else part.rpartition(".py:")
+        name, _, weight = rest.partition(":")
         if not name:
             raise ValueError(f"--reward {spec!r}: a part without a name; use {_FORMS}, separated by commas")
         if not dot_py and name not in REWARDS:

@@ -37,13 +37,10 @@ DEFAULTS = {
     "max_num_seqs": 256,
     "reward": "tiny",
     "update_epochs": 1,
-    "minibatch_size": 256,
     "lr": 6e-4,
     "lr_schedule": "cosine",
     "warmup_steps": 20,
     "weight_decay": 0.0,
-    "clip_low": 0.2,
-    "clip_high": 0.28,
     "max_grad_norm": 1.0,
     "max_tokens_per_gpu": 4096,
 }
@@ -245,13 +242,16 @@ def ensure(root: str | Path, seed: int) -> dict[str, str]:
     }
 
 
-def flags(given: dict, default: dict, made: dict[str, str], show: bool) -> dict:
-    """What `--model tiny` sets, printed too: the paths of `ensure`, and DEFAULTS where a flag has its default."""
-    table = {**DEFAULTS, **made}
+def flags(given: dict, default: dict, made: dict[str, str], own: dict, show: bool) -> dict:
+    """What `--model tiny` sets, printed too: the paths of `ensure`, and DEFAULTS where a flag has its default.
+
+    Args: own: the script's own values, over DEFAULTS.
+    """
+    table = {k: v for k, v in {**DEFAULTS, **own, **made}.items() if k in given}
     if given["num_epochs"] != default["num_epochs"]:
-        table.pop("num_steps")
+        table.pop("num_steps", None)
     if given["train_files"]:  # other rows than this task's: its held-out sums and its reward do not belong to them
-        table.pop("val_files"), table.pop("reward")
+        table.pop("val_files"), table.pop("reward", None)
     laid = {k: v for k, v in table.items() if k == "model" or given[k] == default[k]}
     if show:
         print("--model tiny sets: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in laid.items()))

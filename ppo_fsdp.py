@@ -1,0 +1,712 @@
+"""PPO: proximal policy optimisation of a causal LM with a critic, on plain FSDP2 and an in-process vLLM.
+
+One step, for P prompts of G sampled responses each (Schulman et al. 2017, PPO, arXiv 1707.06347; for language models
+Ziegler et al. 2019, arXiv 1909.08593, and Ouyang et al. 2022, InstructGPT, arXiv 2203.02155):
+
+1. rollout    G responses per prompt from the current weights, at temperature T
+2. score      one number per response: rules, reward models, or both
+3. batch      ragged responses -> right-padded [B, R] tensors
+4. no-grad    reward-model scores, old and reference log-probs, values: none waits for another
+5. advantages reward per token = -beta log(pi_old / pi_ref), plus the score at the last token; GAE (Schulman et al.
+              2015, arXiv 1506.02438, eq. 16); whitened over all response tokens of all ranks
+6. update     maximise min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_old (1707.06347 eq. 7); the critic minimises
+              its clipped squared error to the returns; several epochs and minibatches
+7. sync       the new weights into vLLM
+8. log, evaluate, save, next beta
+
+Departures from the papers:
+
+1. Losses are means over all response tokens of the optimizer step, over all ranks.
+2. Policy and critic are two models with two optimizers; the PPO paper shares one network and adds the losses (eq. 9).
+3. Two clip bounds (--clip-low, --clip-high; DAPO, arXiv 2503.14476, eq. 10). Optional: dual clip (arXiv 1912.09729,
+   eq. 5), entropy bonus (eq. 9), KL in the loss instead of in the reward (--kl-in loss).
+4. The value loss is clipped around the values of the rollout, by the larger of the two errors, with a factor 0.5; that
+   is openai/lm-human-preferences' code and in none of the papers.
+5. Rewards are not divided by their std before GAE (openai/lm-human-preferences does).
+6. The state ends with the response: a truncated one too is worth nothing beyond it, unless --bootstrap-truncated.
+
+    python ppo_fsdp.py                                                    # embedded tiny model and task, CPU or GPU
+    torchrun --nproc-per-node 8 ppo_fsdp.py --model Qwen/Qwen2.5-0.5B-Instruct --critic-model runs/rm/hf \
+        --train-files data/prompts.parquet --reward model:runs/rm/hf --kl-coef 0.05                     # 8 GPUs
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 ppo_fsdp.py ...  # 2 nodes
+
+Shapes: P prompts on this rank, G responses per prompt, B = P * G responses (prompt-major), R longest response,
+b responses of a micro-batch, N response tokens of a micro-batch. [i, t] speaks of the t-th sampled token of response i.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import tyro
+
+from hybrid_engine import HybridEngine, Sampling, check_engine
+from utils import tiny
+from utils.checkpoint import export_hf, load_checkpoint, open_run, save_checkpoint
+from utils.data import load_prompts, step_uids
+from utils.dist import (
+    broadcast,
+    fail_together,
+    init_distributed,
+    one_line_errors,
+    seed_for,
+    stop,
+    sum_over_ranks,
+    world_mesh,
+)
+from utils.forward import logprobs_of, values_of
+from utils.metrics import Metrics, Progress, append_jsonl, explained_variance, peak_memory_gib, read_jsonl
+from utils.models import (
+    check_sibling,
+    end_of_sequence_ids,
+    load_config,
+    load_policy,
+    load_scalar,
+    load_tokenizer,
+    optimizer_step,
+)
+from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
+from utils.plot import plot_runs
+from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
+from utils.reward_pool import check_reward
+from utils.scoring import Scorer, check_reward_models
+
+
+@dataclass
+class Args:
+    # ---- run ----
+    # [shared: run flags]
+    run_dir: str = ""
+    """Folder for metrics, checkpoints and curves; empty: runs/<script>_<time>. A used one needs --resume."""
+    seed: int = 1
+    """Seed of everything random: data order, samples, minibatches, new heads."""
+    num_steps: int = 0
+    """Training steps (one batch each); 0: as many as --num-epochs takes."""
+    num_epochs: int = 1
+    """Passes over the training rows, when --num-steps is 0."""
+    resume: str = ""
+    """"auto": the newest checkpoint of --run-dir, or a fresh start; or the path of a checkpoints/step_N folder."""
+    save_every: int = 50
+    """Save a checkpoint every so many steps, and at the end; 0: never."""
+    eval_every: int = 10
+    """Evaluate every so many steps, at step 0 and at the end; 0: never."""
+    export_hf: Literal["last", "every", "off"] = "last"
+    """Write a Hugging Face folder (run_dir/hf) at the end, beside every checkpoint, or not."""
+    # [/shared]
+
+    # ---- model ----
+    # [shared: model flags]
+    model: str = "tiny"
+    """Hugging Face name or folder; "tiny": a model and task made on the spot, with its own defaults for other flags."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of forward, backward and rollouts; auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32."""
+    # [/shared]
+    ref_model: str = ""
+    """Reference of the KL term; empty: the starting model. Loaded only with --kl-coef above 0."""
+    critic_model: str = ""
+    """Where the critic starts: a reward model with its head, or a causal LM, which gets a new one; empty: --model."""
+
+    # ---- data ----
+    # [shared: data flags]
+    train_files: str = ""
+    """Parquet of training rows: a path, a glob, or several with commas."""
+    val_files: str = ""
+    """Held-out rows; empty: no evaluation."""
+    max_prompt_len: int = 512
+    """Longest prompt, in tokens; a longer one is an error before anything loads."""
+    max_response_len: int = 512
+    """Longest response, in tokens, its end-of-sequence token included."""
+    # [/shared]
+
+    # ---- rollout ----
+    prompts_per_step: int = 256
+    """Prompts per step, over all ranks."""
+    group_size: int = 1
+    """Responses per prompt."""
+    # [shared: rollout flags]
+    temperature: float = 1.0
+    """Of sampling in training, and of every log-prob; evaluation is greedy."""
+    tensor_parallel_size: int = 1
+    """Ranks that hold one vLLM replica together."""
+    kv_cache_gib: float = 8.0
+    """vLLM's KV cache per rank, in GiB."""
+    max_num_seqs: int = 512
+    """Responses that one vLLM replica generates at the same time."""
+    reward: str = ""
+    """gsm8k, tiny, path/to/file.py:function, model:path/to/reward_model; or several: gsm8k:1.0,format.py:f:0.2."""
+    eval_reward: str = ""
+    """What held-out responses are scored by; empty: --reward."""
+    reward_timeout_s: float = 10.0
+    """Seconds a reward call may take; a slower one is killed, counted and left out of the batch."""
+    reward_workers: int = 2
+    """Reward worker processes per rank."""
+    # [/shared]
+    normalize_scores: bool = False
+    """Scores of reward models less their mean and over their std, as recorded in their config.json."""
+    score_clip: float = 0.0
+    """Clip the score of each response to plus or minus this; 0: do not."""
+    missing_eos_penalty: float = 0.0
+    """Taken off the score of a response that --max-response-len cut off."""
+
+    # ---- algorithm ----
+    update_epochs: int = 1
+    """Passes over each batch of responses."""
+    minibatch_size: int = 64
+    """Responses per optimizer step, over all ranks; 0: all of the step's."""
+    lr: float = 1e-6
+    """Peak learning rate of the policy's AdamW."""
+    critic_lr: float = 1e-5
+    """Peak learning rate of the critic's."""
+    critic_warmup_steps: int = 0
+    """First steps in which only the critic is trained."""
+    # [shared: optimizer flags]
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: constant, or a cosine that would reach 0 one step after the last."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient to this global norm."""
+    # [/shared]
+    gamma: float = 1.0
+    """Discount per token."""
+    gae_lambda: float = 0.95
+    """Of generalised advantage estimation: 1 is the return less the value, 0 one step ahead."""
+    bootstrap_truncated: bool = False
+    """A truncated response goes on from the critic's value after its last token, instead of from nothing."""
+    whiten_advantages: bool = True
+    """Shift and scale the advantages to mean 0 and std 1 over the step's response tokens."""
+    clip_low: float = 0.2
+    """The ratio's lower clip bound is 1 - this."""
+    clip_high: float = 0.2
+    """The ratio's upper clip bound is 1 + this."""
+    dual_clip: float = 0.0
+    """Where the advantage is negative, a token's loss is at most this times its size, above 1; 0: no bound."""
+    value_clip: float = 0.2
+    """A value may leave the rollout's by this much without being punished less for it; 0: no clipping."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """Where the KL to the reference goes: into each token's reward (k1), or into the loss (--kl-estimator)."""
+    kl_coef: float = 0.02
+    """Weight of the KL to the reference; 0: no KL and no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Which sampled-token estimate of the KL enters the loss value and the metrics, with --kl-in loss."""
+    kl_controller: Literal["fixed", "adaptive", "horizon"] = "fixed"
+    """Keep --kl-coef, or steer it to --kl-target: by a tenth of the error a step, or by responses over --kl-horizon."""
+    kl_target: float = 6.0
+    """Wanted KL to the reference, in nats per response (summed over its tokens)."""
+    kl_horizon: int = 10000
+    """Responses in which a coefficient that is off by 100 % doubles, for --kl-controller horizon."""
+
+    # ---- systems: never change the numbers ----
+    # [shared: systems flags]
+    max_tokens_per_gpu: int = 16384
+    """Packed tokens (prompt + response) of one micro-batch."""
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass."""
+    compile: bool = False
+    """torch.compile each block."""
+    # [/shared]
+    sleep: Literal["none", "kv", "all"] = "none"
+    """What vLLM gives back during the update (CUDA): nothing, its KV cache, or its weights too."""
+
+
+DEFAULTS = {field.name: field.default for field in fields(Args)}
+TINY = {  # over the values that all scripts share for --model tiny
+    "minibatch_size": 256,
+    "clip_high": 0.28,
+    "critic_lr": 1e-3,
+    "kl_coef": 0.0,
+}
+
+
+# ---- the algorithm: pure functions, tensors in and out --------------------------------------------------------------
+
+
+def dual_clip_bound(advantages_BR: torch.Tensor, bound: float) -> torch.Tensor:
+    """The most a token's loss may be: `bound` times its size where the advantage is negative, else infinity.
+
+    Paper: 1912.09729 eq. 5, as a loss.
+    """
+    return torch.where(advantages_BR < 0, -bound * advantages_BR, torch.inf)
+
+
+def token_rewards(scores_B: torch.Tensor, lengths_B: torch.Tensor, kl_BR: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """-kl_coef k1 on every token, and the response's score on its last one.
+
+    Shapes: scores, lengths [B]; kl_BR, log(pi_old / pi_ref), 0 on padding -> [B, R]. Paper: 1909.08593 eq. 2.
+    """
+    # DETAIL: the score stands on the last sampled token, the end-of-sequence token where there is one.
+    last_BR = torch.arange(kl_BR.shape[1], device=kl_BR.device) == lengths_B[:, None] - 1
+    return -kl_coef * kl_BR + torch.where(last_BR, scores_B[:, None].to(kl_BR.dtype), 0.0)
+
+
+def gae(
+    rewards_BR: torch.Tensor,
+    values_BR: torch.Tensor,
+    bootstrap_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns of each token; both 0 on padding.
+
+    Shapes: [B, R], bootstrap_B, the value after the last token (0 where the response ended), [B].
+    Paper: 1506.02438 eq. 16 in the truncated form of 1707.06347 eq. 11-12.
+    """
+    t_R = torch.arange(values_BR.shape[1], device=values_BR.device)
+    mask_BR = t_R < lengths_B[:, None]
+    shifted_BR = torch.nn.functional.pad(values_BR[:, 1:], (0, 1))
+    next_BR = torch.where(t_R == lengths_B[:, None] - 1, bootstrap_B[:, None], shifted_BR)
+    delta_BR = (rewards_BR + gamma * next_BR - values_BR) * mask_BR
+    advantage_B, advantages = torch.zeros_like(bootstrap_B), []
+    for delta_B in delta_BR.unbind(1)[::-1]:
+        advantage_B = delta_B + gamma * lam * advantage_B
+        advantages.append(advantage_B)
+    advantages_BR = torch.stack(advantages[::-1], 1)
+    # DETAIL: returns are made of the advantages before whitening, because the critic learns the rewards' own scale.
+    return advantages_BR, (advantages_BR + values_BR) * mask_BR
+
+
+def whiten(x_BR: torch.Tensor, mask_BR: torch.Tensor, over_ranks: Callable) -> torch.Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the masked entries of all ranks; 0 elsewhere.
+
+    Args: over_ranks: sums a tensor over the ranks.
+    """
+    # DETAIL: population variance over the tokens of the whole step, as openai/lm-human-preferences; in float64.
+    count, total = over_ranks(torch.stack([mask_BR.sum().double(), (x_BR.double() * mask_BR).sum()]))
+    centred_BR = (x_BR - total / count) * mask_BR
+    variance = over_ranks(centred_BR.square().sum()) / count
+    return (centred_BR / (variance + 1e-8).sqrt()).to(x_BR.dtype)
+
+
+def value_loss(
+    values_BR: torch.Tensor, old_values_BR: torch.Tensor, returns_BR: torch.Tensor, clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """0.5 max((V - ret)^2, (V_old + clip(V - V_old) - ret)^2) of each token, and whether the clip cut its gradient off.
+
+    Shapes: all [B, R]. Source: openai/lm-human-preferences, train_policy.py; without a clip plain 1707.06347 eq. 9.
+    """
+    error_BR = (values_BR - returns_BR).square()
+    if clip == 0:
+        return 0.5 * error_BR, torch.zeros_like(error_BR, dtype=torch.bool)
+    clipped_BR = (old_values_BR + (values_BR - old_values_BR).clamp(-clip, clip) - returns_BR).square()
+    return 0.5 * torch.maximum(error_BR, clipped_BR), clipped_BR > error_BR
+
+
+def next_kl_coef(coef: float, kl: float, target: float, responses: int, horizon: int, controller: str) -> float:
+    """The KL coefficient of the next step.
+
+    Args: controller: "fixed"; "adaptive", the paper's: a tenth of the error per step; "horizon", the code's of
+        openai/lm-human-preferences: responses / horizon of it.
+    Units: kl and target in nats per response (k1 summed over its tokens); responses and horizon in responses.
+    Paper: 1909.08593 sec. 2.2.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + {"fixed": 0.0, "adaptive": 0.1, "horizon": responses / horizon}[controller] * error)
+
+
+# [shared: losses]
+def policy_loss(
+    logprobs_BR: torch.Tensor,
+    old_logprobs_BR: torch.Tensor,
+    advantages_BR: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Clipped surrogate loss of each token, its probability ratio, and whether the clip cut its gradient off.
+
+    Shapes: all [B, R]; advantages may be [B, 1].
+    Paper: 1707.06347 eq. 7 with the bounds of 2503.14476 eq. 10, as a loss.
+    """
+    ratio_BR = (logprobs_BR - old_logprobs_BR).exp()
+    gain_BR = advantages_BR * ratio_BR
+    clipped_BR = advantages_BR * ratio_BR.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.minimum(gain_BR, clipped_BR), ratio_BR, clipped_BR < gain_BR
+
+
+def kl_loss(
+    logprobs_BR: torch.Tensor, old_logprobs_BR: torch.Tensor, ref_logprobs_BR: torch.Tensor, estimator: str
+) -> torch.Tensor:
+    """KL(policy || reference) of each sampled token: the estimator's value, the reverse KL's gradient.
+
+    Shapes: all [B, R]. Units: nats per token.
+    Paper: estimators from Schulman's note on approximating KL; gradients 2506.09477, 2510.01555.
+    """
+    d_BR = logprobs_BR - ref_logprobs_BR
+    value_BR = {"k1": d_BR, "k2": d_BR.square() / 2, "k3": (-d_BR).exp() - 1 + d_BR}[estimator].detach()
+    # DETAIL: the gradient is k2's times the detached ratio, because as losses k1 has none on average and k3 follows the
+    # forward KL. The ratio corrects for tokens sampled from the old policy; it is not clipped, because a clipped one
+    # would bias it. DETAIL: per token given its prefix: what a token does to the KL of later positions is left out.
+    ratio_BR = (logprobs_BR - old_logprobs_BR).detach().exp()
+    path_BR = ratio_BR * d_BR.square() / 2
+    return value_BR + path_BR - path_BR.detach()
+
+
+# [/shared]
+
+
+# [shared: learning rate]
+def learning_rate(step: int, num_steps: int, peak: float, schedule: str, warmup_steps: int) -> float:
+    """Learning rate of step 1..num_steps: linear warm-up that peaks at step `warmup_steps`, then the schedule."""
+    # DETAIL: a function of the step, not of the optimizer step, because several of those may share one batch.
+    if step < warmup_steps:
+        return peak * step / warmup_steps
+    if schedule == "constant":
+        return peak
+    done = (step - warmup_steps) / max(1, num_steps + 1 - warmup_steps)
+    return peak * 0.5 * (1 + math.cos(math.pi * done))
+
+
+# [/shared]
+
+
+# ---- preflight ------------------------------------------------------------------------------------------------------
+
+
+def check_args(args: Args, world_size: int, config, tokenizer) -> None:
+    """Refuse flags that cannot work, and flags that would have no effect.
+
+    Raises: ValueError with flag, value, rule and a value that works.
+    """
+    flags = asdict(args)
+    no_kl, no_val = ("--kl-coef 0", args.kl_coef == 0), ("no --val-files", not args.val_files)
+    idle = {"ref_model": no_kl, "kl_in": no_kl, "kl_controller": no_kl, "eval_every": no_val, "eval_reward": no_val}
+    idle |= {"num_epochs": ("--num-steps above 0", args.num_steps > 0)}
+    idle |= {"kl_estimator": ("--kl-in reward, which takes k1", args.kl_in == "reward")}
+    idle |= {"kl_target": ("--kl-controller fixed", args.kl_controller == "fixed")}
+    idle |= {"kl_horizon": (f"--kl-controller {args.kl_controller}", args.kl_controller != "horizon")}
+    idle |= {"normalize_scores": ("no model: in --reward", "model:" not in args.reward)}
+    check_flags(
+        flags,
+        DEFAULTS,
+        positive="num_epochs prompts_per_step max_prompt_len max_response_len kv_cache_gib max_num_seqs reward_workers "
+        "reward_timeout_s update_epochs max_grad_norm max_tokens_per_gpu group_size kl_target kl_horizon",
+        not_negative="num_steps save_every eval_every minibatch_size lr warmup_steps weight_decay clip_low clip_high "
+        "kl_coef critic_lr critic_warmup_steps dual_clip value_clip entropy_coef score_clip missing_eos_penalty",
+        idle=idle,
+    )
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= flags[name] <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} {flags[name]}: must be from 0 to 1; {DEFAULTS[name]} works")
+    if 0 < args.dual_clip <= 1:
+        raise ValueError(f"--dual-clip {args.dual_clip}: must be above 1, or 0 for no bound; 3.0 works")
+    # [shared: checks]
+    longest = args.max_prompt_len + args.max_response_len
+    check_divides(flags, "prompts_per_step", world_size)
+    check_minibatch(flags)
+    check_lengths(flags, config.max_position_embeddings)
+    check_engine(config, args.tensor_parallel_size, world_size, args.sleep != "none")
+    if args.ref_model:
+        check_sibling(args.ref_model, "--ref-model", tokenizer, longest)
+    # [/shared]
+    check_reward_models(args.reward, tokenizer, longest, args.normalize_scores)
+    check_reward_models(args.eval_reward, tokenizer, longest, flag="--eval-reward")
+    if args.critic_model:
+        check_sibling(args.critic_model, "--critic-model", tokenizer, longest)
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def main(args: Args) -> None:
+    # [shared: set-up]
+    began = time.perf_counter()
+    device = init_distributed()
+    mesh = world_mesh(device)
+    rank, world = mesh.get_rank(), mesh.size()
+    with one_line_errors():
+        if args.model == "tiny":
+            made = broadcast(tiny.ensure(Path("runs/.tiny"), args.seed) if rank == 0 else None)
+            args = replace(args, **tiny.flags(asdict(args), DEFAULTS, made, TINY, show=rank == 0))
+        with fail_together():
+            config, tokenizer = load_config(args.model), load_tokenizer(args.model)
+            check_args(args, world, config, tokenizer)
+            eos_token_ids = end_of_sequence_ids(args.model, config, tokenizer)
+        data = load_prompts(args.train_files, "--train-files", tokenizer, args.max_prompt_len)
+        val = load_prompts(args.val_files, "--val-files", tokenizer, args.max_prompt_len) if args.val_files else []
+        num_steps = args.num_steps or math.ceil(args.num_epochs * len(data) / args.prompts_per_step)
+        with fail_together():
+            check_reward(args.reward, data.row(0), args.reward_timeout_s)
+            if val:
+                check_reward(args.eval_reward or args.reward, val.row(0), args.reward_timeout_s, "--val-files")
+        auto = "bfloat16" if device.type == "cuda" else "float32"
+        args = replace(args, dtype=auto if args.dtype == "auto" else args.dtype)
+        run_dir = Path(args.run_dir or broadcast(f"runs/{Path(__file__).stem}_{time.strftime('%Y%m%d_%H%M%S')}"))
+        record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
+        checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
+        if done >= num_steps:
+            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done + 1} or more")
+
+    P, G = args.prompts_per_step // world, args.group_size
+    B, num_responses = P * G, args.prompts_per_step * G
+    minibatch_size = args.minibatch_size or num_responses
+    one_update = args.update_epochs * num_responses == minibatch_size  # the batch is used for one optimizer step
+    dtype = getattr(torch, args.dtype)
+    if rank == 0:
+        print(
+            f"{run_dir}: {num_steps} steps of {args.prompts_per_step} prompts x {G} on {world} {device.type} rank(s), "
+            f"{B} responses a rank, {args.update_epochs * num_responses // minibatch_size} optimizer step(s) of "
+            f"{minibatch_size} responses, {len(data)} training and {len(val)} held-out prompts, {dtype}"
+        )
+
+    # vLLM first: it measures free memory, and reseeds the global generators. Its weights are dummies until the sync.
+    engine = HybridEngine(
+        args.model,
+        seed=args.seed,
+        max_model_len=args.max_prompt_len + args.max_response_len,
+        eos_token_ids=eos_token_ids,
+        tensor_parallel_size=args.tensor_parallel_size,
+        max_num_seqs=args.max_num_seqs,
+        kv_cache_gib=args.kv_cache_gib,
+        dtype=dtype,
+        sleep_mode=args.sleep != "none",
+    )
+    reference = None
+    training = {"master_dtype": torch.float32, "compute_dtype": dtype}
+    training |= {"activation_checkpointing": args.activation_checkpointing, "compile_blocks": args.compile}
+    with one_line_errors():
+        policy = load_policy(args.model, mesh, **training)
+        if args.kl_coef:
+            ref_model, flag = (args.ref_model, "--ref-model") if args.ref_model else (args.model, "--model")
+            frozen = {"master_dtype": dtype, "compute_dtype": dtype, "trainable": False}
+            reference = load_policy(ref_model, mesh, flag=flag, **frozen)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    parts = {"policy": (policy, optimizer)}
+    # [/shared]
+    kl_coef = args.kl_coef
+    with one_line_errors():
+        # DETAIL: a new value head is all zeros, because then the first advantages are the plain returns.
+        critic_model, flag = (args.critic_model, "--critic-model") if args.critic_model else (args.model, "--model")
+        critic = load_scalar(critic_model, mesh, flag=flag, head_std=0.0, **training)
+    critic_optimizer = torch.optim.AdamW(
+        critic.parameters(), lr=args.critic_lr, weight_decay=args.weight_decay, fused=True
+    )
+    parts["critic"] = critic, critic_optimizer
+    if checkpoint:
+        kl_coef = load_checkpoint(checkpoint, parts)["kl_coef"]
+    scoring = {"engine": engine, "tokenizer": tokenizer, "mesh": mesh, "dtype": dtype, "workers": args.reward_workers}
+    scoring |= {"timeout_s": args.reward_timeout_s, "max_tokens": args.max_tokens_per_gpu}
+    with one_line_errors():
+        scorer = Scorer(args.reward, **scoring, normalize=args.normalize_scores)
+        # [shared: start]
+        examiner = Scorer(args.eval_reward, **scoring, flag="--eval-reward") if args.eval_reward else scorer
+    greedy = Sampling(temperature=0.0, max_tokens=args.max_response_len, logprobs=False)
+    samples = run_dir / "rollouts.jsonl"
+    progress = Progress(run_dir.name, done, num_steps, show=rank == 0)
+
+    metrics = Metrics()
+    with metrics.timed("sync", device):
+        engine.sync_weights(policy)
+    if val and args.eval_every and done == 0:
+        examiner.evaluate(val, 0, greedy, metrics, samples)
+        figures = metrics.reduce()
+        if rank == 0:
+            append_jsonl(run_dir / "metrics.jsonl", {"step": 0, **figures})
+        progress.update(figures, steps=0)
+
+    metrics = Metrics()
+    for step in range(done + 1, num_steps + 1):
+        step_began = time.perf_counter()
+
+        # ---- 1 rollout ----
+        uids = step_uids(len(data), args.seed, step, args.prompts_per_step)[rank * P : (rank + 1) * P]
+        with metrics.timed("rollout", device):
+            sampling = Sampling(args.temperature, args.max_response_len)
+            rollouts = scorer.rollout(data, uids, G, step, sampling)
+            if args.sleep != "none":
+                engine.sleep(args.sleep)
+
+        # ---- 2 score ----
+        with metrics.timed("score", device):  # rules have been at it since each response ended; models come in phase 4
+            rule_scores = scorer.rule_scores(rollouts, f"step {step}")
+
+        # ---- 3 batch ----
+        lengths_B = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
+        R = int(lengths_B.max())
+        mask_BR = mask_from_lengths(lengths_B, R)
+        rollout_logprobs_BR = pad_rows([r.logprobs for r in rollouts], torch.float32, R).to(device)
+        truncated_B = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)
+        rule_scores_B = torch.tensor([s.value for s in rule_scores], dtype=torch.float64, device=device)
+        ruled_B = torch.tensor([s.error is None for s in rule_scores], device=device)
+        # [/shared]
+
+        # ---- 4 no-grad ----
+        with metrics.timed("nograd", device):
+            model_scores_B = scorer.model_scores(rollouts, data)
+            forward = rollouts, R, args.temperature, args.max_tokens_per_gpu, device
+            # With one optimizer step per batch, and no KL to measure, the old log-probs are the update's own.
+            # DETAIL: micro-batches are packed over all responses here and over the minibatch there; in bfloat16 the
+            # first ratios are then 1 only up to rounding.
+            use_old = reference is not None or not one_update
+            old_logprobs_BR = logprobs_of(policy, *forward) if use_old else None
+            ref_logprobs_BR = logprobs_of(reference, *forward) if reference else None
+            values_BR, bootstrap_B = values_of(critic, rollouts, R, args.max_tokens_per_gpu, device)
+
+        # ---- 5 advantages ----
+        # [shared: scores]
+        judged_B = ruled_B & model_scores_B.isfinite()
+        scores_B = torch.where(judged_B, rule_scores_B + model_scores_B, 0.0)
+        num_judged = int(sum_over_ranks(judged_B.sum()))
+        if num_judged == 0:
+            stop(f"--reward {args.reward}: not one response of step {step} could be judged")
+        # [/shared]
+        judged = judged_B.tolist()
+        # DETAIL: a response without a score is left out of everything below, because any number in its place would be a
+        # reward for making the judge fail.
+        mask_BR = mask_BR & judged_B[:, None]
+        paid_B = scores_B.clamp(-args.score_clip, args.score_clip) if args.score_clip else scores_B
+        paid_B = paid_B - args.missing_eos_penalty * truncated_B
+        kl_BR = old_logprobs_BR - ref_logprobs_BR if reference else torch.zeros_like(values_BR)  # k1
+        if reference:
+            for name, estimate_BR in (("k1", kl_BR), ("k2", kl_BR.square() / 2), ("k3", (-kl_BR).exp() - 1 + kl_BR)):
+                metrics.add(f"policy/ref_kl_{name}", (estimate_BR * mask_BR).sum(), mask_BR.sum())
+        rewards_BR = token_rewards(paid_B, lengths_B, kl_BR, kl_coef if args.kl_in == "reward" else 0.0)
+        # DETAIL: terminal states are worth 0, truncated ones too unless asked for, because a response cut off is over.
+        bootstrap_B = bootstrap_B * (truncated_B & args.bootstrap_truncated)
+        raw_advantages_BR, returns_BR = gae(rewards_BR, values_BR, bootstrap_B, lengths_B, args.gamma, args.gae_lambda)
+        whitened = args.whiten_advantages
+        advantages_BR = whiten(raw_advantages_BR, mask_BR, sum_over_ranks) if whitened else raw_advantages_BR
+        metrics.add("value/explained_var", explained_variance(values_BR, returns_BR, mask_BR, sum_over_ranks))
+        metrics.add("value/mean", (values_BR * mask_BR).sum(), mask_BR.sum())
+        metrics.add("reward/return", (returns_BR[:, 0] * judged_B).sum(), judged_B.sum())
+
+        # ---- 6 update ----
+        peaks, schedule = {"policy": args.lr, "critic": args.critic_lr}, (args.lr_schedule, args.warmup_steps)
+        rates = {name: learning_rate(step, num_steps, peak, *schedule) for name, peak in peaks.items()}
+        trained = {k: part for k, part in parts.items() if k == "critic" or step > args.critic_warmup_steps}
+        with metrics.timed("update", device):
+            for epoch in range(args.update_epochs):
+                # A permutation of the global response indices, the same on every rank; each trains those it holds.
+                order = np.random.default_rng(seed_for("minibatch", args.seed, step, epoch)).permutation(num_responses)
+                for start in range(0, num_responses, minibatch_size):
+                    chosen = order[start : start + minibatch_size]
+                    mine = sorted(int(i) - rank * B for i in chosen if rank * B <= i < (rank + 1) * B)
+                    plan, num_tokens = plan_together(rollouts, [i for i in mine if judged[i]], args.max_tokens_per_gpu)
+                    if num_tokens == 0:  # not one of its responses, on any rank, has a score
+                        continue
+                    for k, part in enumerate(plan):
+                        packed = pack([rollouts[i] for i in part], device)
+                        mask_bR, tokens = mask_BR[part], len(packed.target_N)
+                        # DETAIL: both losses are divided by the token count of the whole optimizer step over all ranks,
+                        # known before the first forward; times the world size, because FSDP averages gradients.
+                        share = world / num_tokens
+                        if "policy" in trained:
+                            policy.set_requires_gradient_sync(k == len(plan) - 1)
+                            logprobs_N, entropy_N = policy(packed, args.temperature, args.entropy_coef > 0)
+                            logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
+                            old_logprobs_bR = old_logprobs_BR[part] if use_old else logprobs_bR.detach()
+                            loss_bR, ratio_bR, clipped_bR = policy_loss(
+                                logprobs_bR, old_logprobs_bR, advantages_BR[part], args.clip_low, args.clip_high
+                            )
+                            if args.dual_clip:
+                                bound_bR = dual_clip_bound(advantages_BR[part], args.dual_clip)
+                                metrics.add("policy/dual_clip_frac", ((loss_bR > bound_bR) & mask_bR).sum(), tokens)
+                                loss_bR = torch.minimum(loss_bR, bound_bR)
+                            total_bR = loss_bR
+                            if reference and args.kl_in == "loss":
+                                kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[part], args.kl_estimator)
+                                total_bR = total_bR + kl_coef * kl_bR
+                                metrics.add("policy/kl_loss", (kl_bR * mask_bR).sum(), tokens)
+                            if args.entropy_coef:
+                                total_bR = total_bR - args.entropy_coef * packed.to_padded(entropy_N, len(part), R)
+                            ((total_bR * mask_bR).sum() * share).backward()
+                        critic.set_requires_gradient_sync(k == len(plan) - 1)
+                        new_values_bR = packed.to_padded(critic(packed)[0], len(part), R)
+                        critic_loss_bR, value_clipped_bR = value_loss(
+                            new_values_bR, values_BR[part], returns_BR[part], args.value_clip
+                        )
+                        ((critic_loss_bR * mask_bR).sum() * share).backward()
+
+                        if tokens == 0:  # a filling micro-batch
+                            continue
+                        metrics.add("value/loss", (critic_loss_bR * mask_bR).sum(), tokens)
+                        metrics.add("value/clip_frac", (value_clipped_bR & mask_bR).sum(), tokens)
+                        if "policy" not in trained:
+                            continue
+                        ratio_bR = ratio_bR.detach()  # 1 on padding
+                        metrics.add("policy/loss", (loss_bR * mask_bR).sum(), tokens)
+                        metrics.add("policy/clip_frac", (clipped_bR & mask_bR).sum(), tokens)
+                        metrics.add("policy/approx_kl", (ratio_bR - 1 - ratio_bR.log()).sum(), tokens)
+                        metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
+                        metrics.add("policy/entropy", entropy_N.sum(), tokens)
+                        if epoch == 0 and start == 0:  # before the first optimizer step: same weights on both sides
+                            diff_bR = (logprobs_bR.detach() - rollout_logprobs_BR[part]).abs()  # 0 on padding
+                            metrics.add("rollout/logprob_diff_mean", diff_bR.sum(), tokens)
+                            metrics.add_max("rollout/logprob_diff_max", diff_bR.max())
+                    for name, norm in optimizer_step(trained, rates, args.max_grad_norm, step).items():
+                        metrics.add({"policy": "optim/grad_norm", "critic": "optim/critic_grad_norm"}[name], norm)
+                    metrics.add("optim/num_tokens", num_tokens)
+
+        # ---- 7 weight sync ----
+        # [shared: sync]
+        with metrics.timed("sync", device):
+            if args.sleep != "none":
+                engine.wake()
+            report = engine.sync_weights(policy)
+        metrics.add("time/sync_reset_s", report.reset_seconds)
+        # [/shared]
+
+        # ---- 8 log, evaluate, save ----
+        score_mean = sum_over_ranks(scores_B.sum()) / num_judged
+        spread = sum_over_ranks(((scores_B - score_mean).square() * judged_B).sum())
+        metrics.add("reward/score_std", (spread / num_judged).sqrt())
+        metrics.add("optim/lr", rates["policy"])
+        metrics.add("optim/critic_lr", rates["critic"])
+        if reference:
+            kl = float(sum_over_ranks((kl_BR * mask_BR).sum()) / num_judged)
+            metrics.add("policy/kl_coef", kl_coef)
+            metrics.add("policy/ref_kl_response", kl)
+            kl_coef = next_kl_coef(kl_coef, kl, args.kl_target, num_responses, args.kl_horizon, args.kl_controller)
+        # [shared: log and evaluate]
+        metrics.add("reward/score", (scores_B * judged_B).sum(), judged_B.sum())
+        metrics.add("reward/error_frac", (~judged_B).sum(), B)
+        metrics.add("rollout/response_len", lengths_B.sum(), B)
+        metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
+        metrics.add_max("perf/peak_mem_gib", peak_memory_gib(device))
+        seconds = time.perf_counter() - step_began
+        tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
+        metrics.add("perf/tokens_per_s_per_gpu", tokens / seconds)
+        last = step == num_steps
+        if val and args.eval_every and (step % args.eval_every == 0 or last):
+            with metrics.timed("eval", device):
+                examiner.evaluate(val, step, greedy, metrics, samples)
+        metrics.add("time/step_s", seconds)
+        figures = metrics.reduce()
+        if rank == 0:
+            append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})
+        progress.update(figures)
+        metrics = Metrics()  # saving comes after the step is logged, so its time stands with the next step
+        # [/shared]
+        if args.save_every and (step % args.save_every == 0 or last):
+            with metrics.timed("save", device):
+                saved = save_checkpoint(run_dir, step, parts, *record, {"kl_coef": kl_coef})
+                if args.export_hf == "every":
+                    export_hf(saved / "hf", policy, tokenizer)
+
+    # ---- the end ----
+    # [shared: end]
+    progress.close()
+    scorer.close()
+    examiner.close()
+    if args.export_hf != "off":
+        export_hf(run_dir / "hf", policy, tokenizer)
+    if rank == 0:
+        curves = plot_runs([run_dir], run_dir / "curves.png")
+        evals = [row["eval/score"] for row in read_jsonl(run_dir / "metrics.jsonl") if "eval/score" in row]
+        word = "accuracy" if (args.eval_reward or args.reward) in ("tiny", "gsm8k") else "mean score"
+        change = f"{word} {evals[0]:.2f} -> {evals[-1]:.2f} on {len(val)} held-out prompts, " if evals else ""
+        print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")
+    engine.close()
+    # [/shared]
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__.splitlines()[0]))
