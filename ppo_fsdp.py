@@ -189,7 +189,7 @@ class Args:
     dual_clip: float = 0.0
     """Where the advantage is negative, a token's loss is at most this times its size, above 1; 0: no bound."""
     value_clip: float = 0.2
-    """A value may leave the rollout's by this much without being punished less for it; 0: no clipping."""
+    """Clip a new value to within this of the rollout's, and take the larger error of the two; 0: do not."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     kl_in: Literal["reward", "loss"] = "reward"
@@ -203,7 +203,7 @@ class Args:
     kl_target: float = 6.0
     """Wanted KL to the reference, in nats per response (summed over its tokens)."""
     kl_horizon: int = 10000
-    """Responses in which a coefficient that is off by 100 % doubles, for --kl-controller horizon."""
+    """Responses over which --kl-controller horizon changes the coefficient by the whole error, at most 20 %."""
 
     # ---- systems: never change the numbers ----
     # [shared: systems flags]

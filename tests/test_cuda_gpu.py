@@ -3,10 +3,10 @@
 import pytest
 import torch
 from conftest import make_model, sequences
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid_engine import HybridEngine, Sampling
-from utils.models import hf_name, load_policy
+from utils.models import hf_name, load_policy, load_scalar
 from utils.packing import pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -136,3 +136,44 @@ def test_sleep_gives_memory_back_and_wake_and_sync_restore_the_engine(engine, pr
         engine.sync_weights(policy)
         assert [r.response_ids for r in generate(engine, temperature=0.0)] == [r.response_ids for r in before], what
         assert mismatch(generate(engine), policy, exact) < 2, what
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}, {"compile_blocks": True}])
+def test_scores_and_values_are_as_near_to_float32_as_plain_bf16(process_group, path, options):
+    """Of the critic and the reward model, with their gradients; the head itself runs in float32."""
+    generator = torch.Generator().manual_seed(1)
+    responses = [torch.randint(7, 2048, (int(n),), generator=generator).tolist() for n in range(1, 25)]
+    how = {"flag": "-", "head_std": 0.2, "seed": 3, "master_dtype": torch.float32}
+    model = load_scalar(path, process_group, compute_dtype=torch.bfloat16, **options, **how)
+
+    def plain(dtype):
+        config = AutoConfig.from_pretrained(path, num_labels=1)
+        reference = AutoModelForSequenceClassification.from_pretrained(path, config=config, dtype=torch.float32).cuda()
+        reference.score.weight.data.copy_(model.lm.score.weight.full_tensor())
+        reference.to(dtype)
+        values, scores = [], []
+        for prompt, response in zip(PROMPTS, responses, strict=True):
+            ids = torch.tensor([prompt + response], device="cuda")
+            scalars = reference.score(reference.model(ids).last_hidden_state)[0, len(prompt) - 1 :, 0].float()
+            values.append(scalars[:-1]), scores.append(scalars[-1])
+        out = torch.cat(values), torch.stack(scores)
+        (out[0].mean() + out[1].mean()).backward()
+        return [x.detach() for x in out], {n: p.grad.float() for n, p in reference.named_parameters()}
+
+    (exact, exact_grads), (rough, rough_grads) = plain(torch.float32), plain(torch.bfloat16)
+    got = model(pack(sequences(PROMPTS, responses), torch.device("cuda")))
+    (got[0].mean() + got[1].mean()).backward()
+    for mine, true, plain_bf16 in zip(got, exact, rough, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - true).abs().mean() < 1.2 * (plain_bf16 - true).abs().mean()
+    grads = {hf_name(n): p.grad.full_tensor() for n, p in model.named_parameters()}
+    for name, true in exact_grads.items():
+        assert (grads[name] - true).norm() < 1.5 * (rough_grads[name] - true).norm() + 1e-6 * true.norm(), name
+
+
+def test_entropy_has_a_gradient_only_if_asked_for(process_group, path):
+    policy = load(path, process_group)
+    packed = pack(sequences(PROMPTS, [[9, 8, 7]] * len(PROMPTS)), torch.device("cuda"))
+    for entropy_grad in (True, False):
+        _, entropy = policy(packed, 1.0, entropy_grad)
+        assert entropy.requires_grad == entropy_grad

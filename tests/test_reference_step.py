@@ -33,7 +33,7 @@ def test_one_step_is_the_plain_loop(tmp_path, minibatch):
     tiny.make_model(tmp_path / "ref", seed=4, num_sft_steps=0)
     tiny.make_data(tmp_path / "data")
     result = run([
-        sys.executable, Path(__file__).parent / "workers/spied_run.py", tmp_path / "seen.json",
+        sys.executable, Path(__file__).parent / "workers/spied_run.py", "grpo_fsdp", tmp_path / "seen.json",
         "--run-dir", tmp_path / "run", "--model", tmp_path / "model", "--ref-model", tmp_path / "ref",
         "--train-files", tmp_path / "data/train.parquet", "--val-files", tmp_path / "data/val.parquet",
         "--reward", f"{ROOT}/tests/dense_reward.py:dense_by_row",

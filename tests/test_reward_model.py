@@ -16,6 +16,7 @@ from utils.checkpoint import export_hf, set_safe_pad
 from utils.models import has_scalar_head, load_config, load_scalar
 from utils.packing import pack
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOAT32 = {"master_dtype": torch.float32, "compute_dtype": torch.float32}
 
 
@@ -67,7 +68,7 @@ def model(process_group, tmp_path_factory):
 
 @torch.no_grad()
 def scores(model, prompts=PROMPTS, responses=RESPONSES):
-    return model(pack(sequences(prompts, responses), torch.device("cpu")))
+    return model(pack(sequences(prompts, responses), DEVICE))
 
 
 def test_scores_do_not_depend_on_batch_mates(model):
@@ -88,7 +89,7 @@ def test_values_and_score_are_the_scalars_of_successive_states(model):
 
 
 def test_a_filling_micro_batch_has_a_gradient_of_zero(model):
-    values, last = model(pack([], torch.device("cpu")))
+    values, last = model(pack([], DEVICE))
     assert len(values) == len(last) == 0
     (values.sum() + last.sum()).backward()
     assert all(p.grad is None or p.grad.full_tensor().abs().max() == 0 for p in model.parameters())
@@ -112,7 +113,7 @@ def test_the_exported_folder_gives_the_same_scores_in_plain_transformers(model, 
         ids[i, : len(row)] = torch.tensor(row)
     with torch.no_grad():
         got = plain(input_ids=ids, attention_mask=(ids != loaded.pad_token_id).long()).logits[:, 0]
-    torch.testing.assert_close(got, scores(model)[1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(got, scores(model)[1].cpu(), atol=1e-5, rtol=0)
 
 
 def test_the_pad_is_its_own_a_reserved_token_a_free_id_or_an_error():
@@ -144,11 +145,11 @@ def test_the_gradient_is_plain_autograds(model, tmp_path):
     rows = [torch.tensor([p + r]) for p, r in zip(PROMPTS[:2], RESPONSES[:2], strict=True)]
     a, b = (plain(input_ids=row, attention_mask=torch.ones_like(row)).logits[0, 0] for row in rows)
     F.softplus(-(a - b - 0.3)).backward()
-    chosen, rejected = model(pack(sequences(PROMPTS[:2], RESPONSES[:2]), torch.device("cpu")))[1]
+    chosen, rejected = model(pack(sequences(PROMPTS[:2], RESPONSES[:2]), DEVICE))[1]
     preference_loss(chosen, rejected, torch.tensor(0.3), 0.0).backward()
     got = {name.removeprefix("lm."): p.grad.full_tensor() for name, p in model.named_parameters()}
     for name, p in plain.named_parameters():
-        torch.testing.assert_close(got[name], p.grad, atol=1e-5 * p.grad.abs().max().item(), rtol=1e-4)
+        torch.testing.assert_close(got[name].cpu(), p.grad, atol=1e-5 * p.grad.abs().max().item(), rtol=1e-4)
     model.zero_grad()
 
 

@@ -65,12 +65,17 @@ def load_tokenizer(path: str, flag: str = "--model") -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether every id of `tokenizer` means the same to `other`, which may have more (a reward model's pad token)."""
+    return tokenizer.get_vocab().items() <= other.get_vocab().items()
+
+
 def check_sibling(path: str, flag: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
     """Refuse a model that cannot read the policy's token ids: another vocabulary, or fewer positions than `longest`.
 
     Raises: ValueError.
     """
-    if load_tokenizer(path, flag).get_vocab() != tokenizer.get_vocab():
+    if not same_ids(tokenizer, load_tokenizer(path, flag)):
         raise ValueError(f"{flag} {path}: has another vocabulary than --model; one of the same family works")
     if (positions := load_config(path, flag).max_position_embeddings) < longest:
         raise ValueError(

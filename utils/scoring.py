@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from utils.data import PromptData, encode_prompt
 from utils.dist import all_gather, stop
 from utils.metrics import Metrics, append_jsonl
-from utils.models import ScalarModel, has_scalar_head, load_config, load_scalar, load_tokenizer
+from utils.models import ScalarModel, has_scalar_head, load_config, load_scalar, load_tokenizer, same_ids
 from utils.packing import pack, plan_together
 from utils.preferences import Tokens, encode_response
 from utils.reward_pool import RewardPool, Score, rules_of
@@ -57,7 +57,7 @@ def check_reward_models(spec: str, tokenizer, longest: int, normalize: bool = Fa
                 f"{flag} {name}: must have a scalar head, and is {', '.join(config.architectures or ['unknown'])} with "
                 f"{config.num_labels} labels; a folder written by reward_model_bt.py works"
             )
-        if own.get_vocab() == tokenizer.get_vocab() and config.max_position_embeddings < longest:
+        if same_ids(tokenizer, own) and config.max_position_embeddings < longest:
             raise ValueError(
                 f"{flag} {name}: has {config.max_position_embeddings} positions, and --max-prompt-len + "
                 f"--max-response-len is {longest}; they must fit"
@@ -82,7 +82,7 @@ def load_reward_models(
             path, mesh, flag="--reward model:", master_dtype=dtype, compute_dtype=dtype, trainable=False
         )
         config, own = model.lm.config, load_tokenizer(path)
-        same = own.get_vocab() == tokenizer.get_vocab()
+        same = same_ids(tokenizer, own)
         mean, std = (config.score_mean, config.score_std) if normalize else (0.0, 1.0)
         models.append(RewardModel(model, weight, None if same else own, config.max_position_embeddings, mean, std))
     return models

@@ -248,10 +248,16 @@ def flags(given: dict, default: dict, made: dict[str, str], own: dict, show: boo
     Args: own: the script's own values, over DEFAULTS.
     """
     table = {k: v for k, v in {**DEFAULTS, **own, **made}.items() if k in given}
+    dropped = []
+    if given[
+        "train_files"
+    ]:  # other rows than this task's: its held-out sums, its reward, its steps do not belong to them
+        dropped += ["val_files", "reward", "num_steps", "num_epochs"]
     if given["num_epochs"] != default["num_epochs"]:
-        table.pop("num_steps", None)
-    if given["train_files"]:  # other rows than this task's: its held-out sums and its reward do not belong to them
-        table.pop("val_files"), table.pop("reward", None)
+        dropped.append("num_steps")
+    if given["num_steps"] != default["num_steps"]:
+        dropped.append("num_epochs")
+    table = {k: v for k, v in table.items() if k not in dropped}
     laid = {k: v for k, v in table.items() if k == "model" or given[k] == default[k]}
     if show:
         print("--model tiny sets: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in laid.items()))

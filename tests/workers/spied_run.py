@@ -1,15 +1,15 @@
-"""spied_run.py OUT FLAGS...: grpo_fsdp.main in this process; the training rollouts it got are written to OUT."""
+"""spied_run.py SCRIPT OUT FLAGS...: SCRIPT.main in this process; the rollouts it got are written to OUT."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
 
 import tyro
 
-import grpo_fsdp
-
-out, sys.argv[1:] = sys.argv[1], sys.argv[2:]
-generate, seen = grpo_fsdp.HybridEngine.generate, []
+name, out, sys.argv[1:] = sys.argv[1], sys.argv[2], sys.argv[3:]
+script = importlib.import_module(name)
+generate, seen = script.HybridEngine.generate, []
 
 
 def spy(self, *args, **kwargs):
@@ -18,6 +18,6 @@ def spy(self, *args, **kwargs):
     return rollouts
 
 
-grpo_fsdp.HybridEngine.generate = spy
-grpo_fsdp.main(tyro.cli(grpo_fsdp.Args))
+script.HybridEngine.generate = spy
+script.main(tyro.cli(script.Args))
 Path(out).write_text(json.dumps(seen))
