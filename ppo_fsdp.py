@@ -241,7 +241,7 @@ def dual_clip_bound(advantages_BR: torch.Tensor, bound: float) -> torch.Tensor:
 def token_rewards(scores_B: torch.Tensor, lengths_B: torch.Tensor, kl_BR: torch.Tensor, kl_coef: float) -> torch.Tensor:
     """-kl_coef k1 on every token, and the response's score on its last one.
 
-    Shapes: scores, lengths [B]; kl_BR, log(pi_old / pi_ref), 0 on padding -> [B, R]. Paper: 1909.08593 eq. 2.
+    Shapes: scores, lengths [B]; kl_BR, log(pi_old / pi_ref), 0 on padding -> [B, R]. Paper: 1909.08593 sec. 2.2.
     """
     # DETAIL: the score stands on the last sampled token, the end-of-sequence token where there is one.
     last_BR = torch.arange(kl_BR.shape[1], device=kl_BR.device) == lengths_B[:, None] - 1

@@ -262,7 +262,7 @@ def main(args: Args) -> None:
             mesh,
             flag="--model",
             # DETAIL: a new head is drawn with variance 1 / (H + 1), because scores then start near N(0, 1) on hidden
-            # states of unit size (Stiennon et al. 2020, arXiv 2009.01325, app. B).
+            # states of unit size (as Stiennon et al. 2020, arXiv 2009.01325).
             head_std=(config.hidden_size + 1) ** -0.5,
             seed=args.seed,
             master_dtype=torch.float32,

@@ -17,7 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from utils.packing import Packed, pack, plan_together
+from utils.packing import Packed, pack, plan_together, to_device
 
 if torch.cuda.is_available():
     from torch.nn.attention.varlen import varlen_attn
@@ -166,7 +166,7 @@ def logprobs_of(policy: PolicyModel, rollouts: Sequence, width: int, temperature
     out_BR = torch.zeros(len(rollouts), width, device=device)
     for part in plan_together(rollouts, range(len(rollouts)), max_tokens)[0]:
         packed = pack([rollouts[i] for i in part], device)
-        out_BR[part] = packed.to_padded(policy(packed, temperature)[0], len(part), width)
+        out_BR[to_device(part, device)] = packed.to_padded(policy(packed, temperature)[0], len(part), width)
     return out_BR
 
 
@@ -179,6 +179,7 @@ def values_of(critic: ScalarModel, rollouts: Sequence, width: int, max_tokens: i
     out_BR, last_B = torch.zeros(len(rollouts), width, device=device), torch.zeros(len(rollouts), device=device)
     for part in plan_together(rollouts, range(len(rollouts)), max_tokens)[0]:
         packed = pack([rollouts[i] for i in part], device)
-        values_N, last_B[part] = critic(packed)
-        out_BR[part] = packed.to_padded(values_N, len(part), width)
+        part_b = to_device(part, device)
+        values_N, last_B[part_b] = critic(packed)
+        out_BR[part_b] = packed.to_padded(values_N, len(part), width)
     return out_BR, last_B

@@ -23,6 +23,12 @@ def pad_rows(rows: Sequence[Sequence[float | int]], dtype: torch.dtype, width: i
     return padded
 
 
+def to_device(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    """A host list as a device tensor, without waiting for the work that is queued on the device."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def mask_from_lengths(lengths_B: torch.Tensor, width: int) -> torch.Tensor:
     """[B] lengths -> [B, R] bool, true on real response tokens."""
     return torch.arange(width, device=lengths_B.device) < lengths_B[:, None]
@@ -111,15 +117,14 @@ def pack(rollouts: Sequence, device: torch.device) -> Packed:
     last = [end - 1 for end in bounds[1:]]
     if not ids:
         ids, positions, bounds = [0], [0], [0, 1]
-    long = {"dtype": torch.long, "device": device}
     return Packed(
-        input_ids_T=torch.tensor(ids, **long),
-        position_ids_T=torch.tensor(positions, **long),
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+        input_ids_T=to_device(ids, device),
+        position_ids_T=to_device(positions, device),
+        cu_seqlens=to_device(bounds, device, torch.int32),
         max_seqlen=max(b - a for a, b in pairwise(bounds)),
-        predict_N=torch.tensor(predict, **long),
-        target_N=torch.tensor(target, **long),
-        row_N=torch.tensor(rows, **long),
-        col_N=torch.tensor(cols, **long),
-        last_b=torch.tensor(last, **long),
+        predict_N=to_device(predict, device),
+        target_N=to_device(target, device),
+        row_N=to_device(rows, device),
+        col_N=to_device(cols, device),
+        last_b=to_device(last, device),
     )

@@ -17,7 +17,7 @@ from utils.data import PromptData, encode_prompt
 from utils.dist import all_gather, stop
 from utils.metrics import Metrics, append_jsonl
 from utils.models import ScalarModel, has_scalar_head, load_config, load_scalar, load_tokenizer, same_ids
-from utils.packing import pack, plan_together
+from utils.packing import pack, plan_together, to_device
 from utils.preferences import Tokens, encode_response
 from utils.reward_pool import RewardPool, Score, rules_of
 from utils.rewards import parse_rewards
@@ -155,7 +155,8 @@ class Scorer:
             fits = [i for i, s in enumerate(sequences) if len(s.prompt_ids) + len(s.response_ids) <= limit]
             scores_B = torch.full_like(total_B, torch.nan)
             for part in plan_together(sequences, fits, self.max_tokens)[0]:
-                scores_B[part] = reward.model(pack([sequences[i] for i in part], self.device))[1].double()
+                packed = pack([sequences[i] for i in part], self.device)
+                scores_B[to_device(part, self.device)] = reward.model(packed)[1].double()
             total_B += reward.weight * (scores_B - reward.mean) / reward.std
         return total_B
 
