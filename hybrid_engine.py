@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from utils.dist import seed_for
+from utils.dist import all_gather, seed_for, stop
 from utils.models import hf_name
 
 
@@ -135,8 +135,22 @@ class _Unit:
     """One FSDP module's share of the copy plan: source slices by parameter, and the engine tensors they go to."""
 
     module: FSDPModule
+    names: dict[str, str]  # parameter name inside the module -> in the checkpoint
     sources: list[tuple[str, torch.Size, tuple[int, ...], int]]  # parameter name, size, stride, offset
     destinations: list[torch.Tensor]
+
+    def fed(self) -> dict[str, torch.Tensor]:
+        """The unsharded tensors as `load_weights` takes them, by their name in the checkpoint."""
+        params = dict(self.module.named_parameters())
+        return {name: params[inner].detach() for inner, name in self.names.items()}
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum, absolute sum and 16 sampled elements: [18] float32."""
+    flat = tensor.flatten()
+    places = torch.linspace(0, len(flat) - 1, 16, device=flat.device).long()
+    sums = flat.sum(dtype=torch.float32), torch.linalg.vector_norm(flat, 1, dtype=torch.float32)
+    return torch.cat([torch.stack(sums), flat[places].float()])
 
 
 def fsdp_units(policy: nn.Module) -> list[tuple[FSDPModule, dict[str, str]]]:
@@ -271,15 +285,15 @@ class HybridEngine:
             module.reshard()
             module.unshard()
             params = dict(module.named_parameters())
-            fed = {hf_name(name): params[inner].detach() for name, inner in names.items()}
+            unit = _Unit(module, {inner: hf_name(name) for name, inner in names.items()}, [], [])
             by_storage = {params[i].untyped_storage().data_ptr(): i for i in names.values()}
             with _RecordCopies() as record:
-                engine_model.load_weights(iter(fed.items()))
-            unit = _Unit(module, [], [])
+                engine_model.load_weights(iter(unit.fed().items()))
             for destination, source in record.copies:
                 inner = by_storage.get(source.untyped_storage().data_ptr())
                 if inner is None:
-                    raise RuntimeError(f"vLLM's loader reworks a tensor of {list(fed)[:3]}...: no in-place plan for it")
+                    names = list(unit.names.values())[:3]
+                    raise RuntimeError(f"vLLM's loader reworks a tensor of {names}...: no in-place plan for it")
                 offset = source.storage_offset() - params[inner].storage_offset()
                 unit.sources.append((inner, source.size(), source.stride(), offset))
                 unit.destinations.append(destination)
@@ -292,6 +306,42 @@ class HybridEngine:
             if written.get(param.untyped_storage().data_ptr(), 0) < param.numel():
                 raise RuntimeError(f"engine parameter {name} is not (fully) written by the trainer's weights")
         return plan
+
+    @torch.no_grad()
+    def verify_sync(self, policy: nn.Module) -> float:
+        """Prove that the engine holds the trainer's weights, without the copy plan; returns the seconds it took.
+
+        Each block goes through vLLM's own loader once more: what that changes was stale. Fingerprints of every slice
+        that the loader writes, and of every whole parameter, are compared before and after, on all ranks (collective).
+        Ends the run with the names, where there are any.
+        """
+        assert self.synced and self._planned_for is policy, "verify_sync before sync_weights"
+        start, engine_model, stale = time.perf_counter(), self.model(), []
+
+        def whole():
+            return torch.stack([_fingerprint(param) for param in engine_model.parameters()])
+
+        before = whole()
+        for unit in self._plan:
+            unit.module.reshard()
+            unit.module.unshard()
+            slices = torch.stack([_fingerprint(t) for t in unit.destinations])
+            engine_model.load_weights(iter(unit.fed().items()))
+            same = (torch.stack([_fingerprint(t) for t in unit.destinations]) == slices).all(-1).tolist()
+            stale += [unit.names[s[0]] for s, ok in zip(unit.sources, same, strict=True) if not ok]
+            unit.module.reshard()
+        same = (whole() == before).all(-1).tolist()
+        engine_names = [name for name, _ in engine_model.named_parameters()]
+        stale = stale or [name for name, ok in zip(engine_names, same, strict=True) if not ok]
+        found = [(rank, names) for rank, names in enumerate(all_gather(stale)) if names]
+        if found:
+            rank, names = found[0]
+            stop(
+                f"weight sync: after it, the engine of rank {rank} still held other weights than the trainer in "
+                f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} "
+                f"({len(found)} of {dist.get_world_size()} ranks)"
+            )
+        return time.perf_counter() - start
 
     # ---- generation --------------------------------------------------------------------------------------------
 

@@ -216,3 +216,21 @@ def test_tensor_parallel_sizes_that_cannot_work(path, size, world, message):
     with pytest.raises(ValueError, match=message):
         check_engine(load_config(path), size, world, False)
     check_engine(load_config(path), 4, 8, False)  # two key-value heads, each held twice
+
+
+@pytest.mark.parametrize("engine_name, rows, named", [
+    ("model.embed_tokens.weight", slice(0, 1), "model.embed_tokens.weight"),  # the tied head
+    ("model.layers.1.self_attn.qkv_proj.weight", slice(128, 192), "model.layers.1.self_attn.k_proj.weight"),
+    ("model.layers.0.mlp.gate_up_proj.weight", slice(256, 512), "model.layers.0.mlp.up_proj.weight"),
+    ("model.norm.weight", slice(7, 8), "model.norm.weight"),
+])  # fmt: skip
+def test_a_stale_parameter_is_named_by_the_sync_proof(engine, policy, engine_name, rows, named, capsys):
+    """The plan leaves one slice out, as a wrong one would: the trainer moves on, that slice does not."""
+    engine.sync_weights(policy)
+    engine.verify_sync(policy)
+    with torch.no_grad():
+        dict(engine.model().named_parameters())[engine_name][rows] *= 1.001
+    with pytest.raises(SystemExit, match=rf"rank 0 still held other weights than the trainer in {named} \(1 of 1"):
+        engine.verify_sync(policy)
+    engine.sync_weights(policy)
+    assert engine.verify_sync(policy) > 0

@@ -30,6 +30,15 @@ def test_after_a_sync_every_rank_holds_its_slice_of_the_trainers_weights(layouts
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_sync_proof_names_what_one_rank_alone_holds_stale(layouts, layout):
+    ranks = layouts[layout]
+    last = len(ranks) - 1
+    expected = f"rank {last} still held other weights than the trainer in model.layers.1.mlp.down_proj.weight (1 of"
+    assert expected in ranks[0]["proof"]
+    assert all(rank["proof"] == "1" for rank in ranks[1:])  # they end with it, silently
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_engine_logprobs_are_the_trainers(layouts, layout):
     assert all(rank["difference"] < 1e-4 for rank in layouts[layout])
     assert [rank["empty"] for rank in layouts[layout]] == [1, 0][: len(layouts[layout])]

@@ -49,6 +49,16 @@ def mismatched() -> list[str]:
 before = mismatched()
 engine.sync_weights(policy)
 after = mismatched()
+engine.verify_sync(policy)
+with torch.no_grad():  # one rank's engine goes stale in one slice
+    if rank == world - 1:
+        engine.model().model.layers[1].mlp.down_proj.weight[3] += 0.01
+proof = ""
+try:
+    engine.verify_sync(policy)
+except SystemExit as ending:
+    proof = str(ending)
+engine.sync_weights(policy)
 
 uids = list(range(6)) if world == 1 else [[0, 1, 2, 3], [4, 5]][rank]  # not as many on each rank
 prompts = [[10 + u] * (u + 1) for u in uids]
@@ -66,6 +76,7 @@ empty = engine.generate([[1]] if rank == 0 else [], [99] if rank == 0 else [], n
 mine = {
     "before": before,
     "after": after,
+    "proof": proof,
     "num_params": len(list(engine.model().parameters())),
     "difference": difference,
     "samples": {f"{r.uid}/{r.sample}": [r.response_ids, r.logprobs] for r in rollouts},
