@@ -54,11 +54,12 @@ from utils.dist import (
     world_mesh,
 )
 from utils.forward import logprobs_of
-from utils.metrics import Metrics, Progress, append_jsonl, peak_memory_gib, read_jsonl
+from utils.metrics import Metrics, Progress, append_jsonl, mismatch, peak_memory_gib, read_jsonl
 from utils.models import check_sibling, end_of_sequence_ids, load_config, load_policy, load_tokenizer, optimizer_step
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
+from utils.replay import Replay, record_rollouts
 from utils.reward_pool import check_reward
 from utils.scoring import Scorer, check_reward_models
 
@@ -129,6 +130,10 @@ class Args:
     """Seconds a reward call may take; a slower one is killed, counted and left out of the batch."""
     reward_workers: int = 2
     """Reward worker processes per rank."""
+    record: str = ""
+    """Folder to write each step's rollouts and scores to, as parquet."""
+    replay: str = ""
+    """Folder of such files to train from, with no vLLM, no reward and no evaluation."""
     # [/shared]
 
     # ---- algorithm ----
@@ -147,6 +152,12 @@ class Args:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Clip the gradient to this global norm."""
+    # [/shared]
+    # [shared: correction flags]
+    rollout_correction: Literal["none", "token-tis", "seq-mask"] = "none"
+    """For what vLLM samples from not being quite the trainer's policy: weigh tokens, or weigh and mask responses."""
+    correction_cap: float = 2.0
+    """Largest importance weight: a token's is cut there, a response's beyond it is left out."""
     # [/shared]
     scale_advantages: bool = True
     """Divide advantages by the group's std."""
@@ -168,6 +179,8 @@ class Args:
     compile: bool = False
     """torch.compile each block."""
     # [/shared]
+    verify_sync: int = 0
+    """Prove every so many weight syncs that vLLM holds the trainer's weights, and stop where it does not; 0: never."""
     sleep: Literal["none", "kv", "all"] = "none"
     """What vLLM gives back during the update (CUDA): nothing, its KV cache, or its weights too."""
 
@@ -217,6 +230,23 @@ def policy_loss(
     gain_BR = advantages_BR * ratio_BR
     clipped_BR = advantages_BR * ratio_BR.clamp(1 - clip_low, 1 + clip_high)
     return -torch.minimum(gain_BR, clipped_BR), ratio_BR, clipped_BR < gain_BR
+
+
+def correction_weights(
+    old_logprobs_BR: torch.Tensor, rollout_logprobs_BR: torch.Tensor, mask_BR: torch.Tensor, kind: str, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Importance weights of each token, pi_old of the trainer over that of the engine, and which responses to keep.
+
+    token-tis: w_t = min(pi_old / pi_engine, cap) (truncated importance sampling; Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training"). seq-mask: w_t = W = prod_t pi_old / pi_engine on every token
+    of a response, kept only where W <= cap (Liu, Li et al. 2025, "When speed kills stability"; also arXiv 2512.23075).
+    Shapes: [B, R] -> weights [B, R], kept [B].
+    """
+    log_ratio_BR = (old_logprobs_BR - rollout_logprobs_BR) * mask_BR
+    if kind == "token-tis":
+        return log_ratio_BR.exp().clamp(max=cap), torch.ones_like(mask_BR[:, 0])
+    weight_B = log_ratio_BR.sum(-1).exp()
+    return weight_B[:, None].expand_as(log_ratio_BR), weight_B <= cap
 
 
 def kl_loss(
@@ -311,10 +341,13 @@ def main(args: Args) -> None:
             check_args(args, world, config, tokenizer)
             eos_token_ids = end_of_sequence_ids(args.model, config, tokenizer)
         data = load_prompts(args.train_files, "--train-files", tokenizer, args.max_prompt_len)
-        val = load_prompts(args.val_files, "--val-files", tokenizer, args.max_prompt_len) if args.val_files else []
+        val = []
+        if args.val_files and not args.replay:  # there is nothing to evaluate with
+            val = load_prompts(args.val_files, "--val-files", tokenizer, args.max_prompt_len)
         num_steps = args.num_steps or math.ceil(args.num_epochs * len(data) / args.prompts_per_step)
         with fail_together():
-            check_reward(args.reward, data.row(0), args.reward_timeout_s)
+            if not args.replay:
+                check_reward(args.reward, data.row(0), args.reward_timeout_s)
             if val:
                 check_reward(args.eval_reward or args.reward, val.row(0), args.reward_timeout_s, "--val-files")
         auto = "bfloat16" if device.type == "cuda" else "float32"
@@ -338,17 +371,19 @@ def main(args: Args) -> None:
         )
 
     # vLLM first: it measures free memory, and reseeds the global generators. Its weights are dummies until the sync.
-    engine = HybridEngine(
-        args.model,
-        seed=args.seed,
-        max_model_len=args.max_prompt_len + args.max_response_len,
-        eos_token_ids=eos_token_ids,
-        tensor_parallel_size=args.tensor_parallel_size,
-        max_num_seqs=args.max_num_seqs,
-        kv_cache_gib=args.kv_cache_gib,
-        dtype=dtype,
-        sleep_mode=args.sleep != "none",
-    )
+    engine = None
+    if not args.replay:
+        engine = HybridEngine(
+            args.model,
+            seed=args.seed,
+            max_model_len=args.max_prompt_len + args.max_response_len,
+            eos_token_ids=eos_token_ids,
+            tensor_parallel_size=args.tensor_parallel_size,
+            max_num_seqs=args.max_num_seqs,
+            kv_cache_gib=args.kv_cache_gib,
+            dtype=dtype,
+            sleep_mode=args.sleep != "none",
+        )
     reference = None
     training = {"master_dtype": torch.float32, "compute_dtype": dtype}
     training |= {"activation_checkpointing": args.activation_checkpointing, "compile_blocks": args.compile}
@@ -366,16 +401,17 @@ def main(args: Args) -> None:
     scoring = {"engine": engine, "tokenizer": tokenizer, "mesh": mesh, "dtype": dtype, "workers": args.reward_workers}
     scoring |= {"timeout_s": args.reward_timeout_s, "max_tokens": args.max_tokens_per_gpu}
     with one_line_errors():
-        scorer = Scorer(args.reward, **scoring)
+        scorer = Replay(args.replay, device) if args.replay else Scorer(args.reward, **scoring)
         # [shared: start]
-        examiner = Scorer(args.eval_reward, **scoring, flag="--eval-reward") if args.eval_reward else scorer
+        examiner = Scorer(args.eval_reward, **scoring, flag="--eval-reward") if args.eval_reward and val else scorer
     greedy = Sampling(temperature=0.0, max_tokens=args.max_response_len, logprobs=False)
     samples = run_dir / "rollouts.jsonl"
     progress = Progress(run_dir.name, done, num_steps, show=rank == 0)
 
     metrics = Metrics()
     with metrics.timed("sync", device):
-        engine.sync_weights(policy)
+        if engine:
+            engine.sync_weights(policy)
     if val and args.eval_every and done == 0:
         examiner.evaluate(val, 0, greedy, metrics, samples)
         figures = metrics.reduce()
@@ -392,7 +428,7 @@ def main(args: Args) -> None:
         with metrics.timed("rollout", device):
             sampling = Sampling(args.temperature, args.max_response_len)
             rollouts = scorer.rollout(data, uids, G, step, sampling)
-            if args.sleep != "none":
+            if engine and args.sleep != "none":
                 engine.sleep(args.sleep)
 
         # ---- 2 score ----
@@ -416,7 +452,8 @@ def main(args: Args) -> None:
             # With one optimizer step per batch the policy of the update is the old one: no extra forward. DETAIL: else
             # micro-batches are packed over all responses here and over the minibatch there; in bfloat16 the first
             # ratios are then 1 only up to rounding.
-            old_logprobs_BR = None if one_update else logprobs_of(policy, *forward)
+            use_old = not one_update or args.rollout_correction != "none"
+            old_logprobs_BR = logprobs_of(policy, *forward) if use_old else None
             ref_logprobs_BR = logprobs_of(reference, *forward) if reference else None
 
         # ---- 5 advantages ----
@@ -426,9 +463,23 @@ def main(args: Args) -> None:
         num_judged = int(sum_over_ranks(judged_B.sum()))
         if num_judged == 0:
             stop(f"--reward {args.reward}: not one response of step {step} could be judged")
+        if args.record:
+            record_rollouts(Path(args.record), step, rollouts, scores_B, judged_B)
+        kept_B = judged_B
+        if args.rollout_correction != "none":
+            correction = args.rollout_correction, args.correction_cap
+            weights_BR, kept_B = correction_weights(old_logprobs_BR, rollout_logprobs_BR, mask_BR, *correction)
+            kept_B = kept_B & judged_B
+            changed_BR = (weights_BR == args.correction_cap) | ~kept_B[:, None]
+            metrics.add("rollout/corrected_frac", (changed_BR & mask_BR).sum(), mask_BR.sum())
+            metrics.add("rollout/correction_weight", (weights_BR * mask_BR).sum(), mask_BR.sum())
         # [/shared]
-        # DETAIL: a truncated response keeps its score and its tokens, because the paper masks nothing.
+        # DETAIL: a truncated response keeps its score and its tokens, because the paper masks nothing; one that the
+        # correction masks keeps its part in the group's mean.
         advantages_B = group_advantages(scores_B, judged_B, G, args.scale_advantages)
+        trained = (kept_B | ~judged_B).tolist()  # one without a score has advantage 0, and counts among the tokens
+        first_logprobs_BR = old_logprobs_BR if use_old else torch.zeros_like(rollout_logprobs_BR)
+        audited_BR = mask_BR
 
         # ---- 6 update ----
         lr = learning_rate(step, num_steps, args.lr, args.lr_schedule, args.warmup_steps)
@@ -439,18 +490,23 @@ def main(args: Args) -> None:
                 for start in range(0, num_responses, minibatch_size):
                     chosen = order[start : start + minibatch_size]
                     mine = sorted(int(i) - rank * B for i in chosen if rank * B <= i < (rank + 1) * B)
+                    mine = [i for i in mine if trained[i]]
                     plan, num_tokens = plan_together(rollouts, mine, args.max_tokens_per_gpu)
+                    if num_tokens == 0:  # not one of its responses, on any rank, is left
+                        continue
                     for k, part in enumerate(plan):
                         policy.set_requires_gradient_sync(k == len(plan) - 1)
                         packed = pack([rollouts[i] for i in part], device)
                         logprobs_N, entropy_N = policy(packed, args.temperature)
                         tokens = len(logprobs_N)
                         logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
-                        old_logprobs_bR = logprobs_bR.detach() if one_update else old_logprobs_BR[part]
+                        old_logprobs_bR = old_logprobs_BR[part] if use_old else logprobs_bR.detach()
                         mask_bR = mask_BR[part]
                         loss_bR, ratio_bR, clipped_bR = policy_loss(
                             logprobs_bR, old_logprobs_bR, advantages_B[part, None], args.clip_low, args.clip_high
                         )
+                        if args.rollout_correction != "none":
+                            loss_bR = loss_bR * weights_BR[part]
                         total_bR = loss_bR
                         if reference:
                             kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[part], args.kl_estimator)
@@ -468,10 +524,8 @@ def main(args: Args) -> None:
                         metrics.add("policy/approx_kl", (ratio_bR - 1 - ratio_bR.log()).sum(), tokens)
                         metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
                         metrics.add("policy/entropy", entropy_N.sum(), tokens)
-                        if epoch == 0 and start == 0:  # before the first optimizer step: same weights on both sides
-                            diff_bR = (logprobs_bR.detach() - rollout_logprobs_BR[part]).abs()  # 0 on padding
-                            metrics.add("rollout/logprob_diff_mean", diff_bR.sum(), tokens)
-                            metrics.add_max("rollout/logprob_diff_max", diff_bR.max())
+                        if not use_old:  # the one optimizer step is still to come: same weights on both sides
+                            first_logprobs_BR[part] = logprobs_bR.detach()
                     norms = optimizer_step(parts, {"policy": lr}, args.max_grad_norm, step)
                     metrics.add("optim/grad_norm", norms["policy"])
                     metrics.add("optim/num_tokens", num_tokens)
@@ -479,10 +533,13 @@ def main(args: Args) -> None:
         # ---- 7 weight sync ----
         # [shared: sync]
         with metrics.timed("sync", device):
-            if args.sleep != "none":
-                engine.wake()
-            report = engine.sync_weights(policy)
-        metrics.add("time/sync_reset_s", report.reset_seconds)
+            if engine:
+                if args.sleep != "none":
+                    engine.wake()
+                report = engine.sync_weights(policy)
+                metrics.add("time/sync_reset_s", report.reset_seconds)
+        if engine and args.verify_sync and step % args.verify_sync == 0:
+            metrics.add("time/verify_s", engine.verify_sync(policy))
         # [/shared]
 
         # ---- 8 log, evaluate, save ----
@@ -492,6 +549,8 @@ def main(args: Args) -> None:
         metrics.add("reward/zero_std_frac", equal_P.sum(), P)
         metrics.add("optim/lr", lr)
         # [shared: log and evaluate]
+        for key, value in mismatch(first_logprobs_BR, rollout_logprobs_BR, audited_BR).items():
+            metrics.add(key, value)
         metrics.add("reward/score", (scores_B * judged_B).sum(), judged_B.sum())
         metrics.add("reward/error_frac", (~judged_B).sum(), B)
         metrics.add("rollout/response_len", lengths_B.sum(), B)
@@ -520,8 +579,6 @@ def main(args: Args) -> None:
     # ---- the end ----
     # [shared: end]
     progress.close()
-    scorer.close()
-    examiner.close()
     if args.export_hf != "off":
         export_hf(run_dir / "hf", policy, tokenizer)
     if rank == 0:
@@ -530,7 +587,10 @@ def main(args: Args) -> None:
         word = "accuracy" if (args.eval_reward or args.reward) in ("tiny", "gsm8k") else "mean score"
         change = f"{word} {evals[0]:.2f} -> {evals[-1]:.2f} on {len(val)} held-out prompts, " if evals else ""
         print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")
-    engine.close()
+    scorer.close()
+    examiner.close()
+    if engine:
+        engine.close()
     # [/shared]
 
 

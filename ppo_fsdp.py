@@ -60,7 +60,7 @@ from utils.dist import (
     world_mesh,
 )
 from utils.forward import logprobs_of, values_of
-from utils.metrics import Metrics, Progress, append_jsonl, explained_variance, peak_memory_gib, read_jsonl
+from utils.metrics import Metrics, Progress, append_jsonl, explained_variance, mismatch, peak_memory_gib, read_jsonl
 from utils.models import (
     check_sibling,
     end_of_sequence_ids,
@@ -73,6 +73,7 @@ from utils.models import (
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
+from utils.replay import Replay, record_rollouts
 from utils.reward_pool import check_reward
 from utils.scoring import Scorer, check_reward_models
 
@@ -145,6 +146,10 @@ class Args:
     """Seconds a reward call may take; a slower one is killed, counted and left out of the batch."""
     reward_workers: int = 2
     """Reward worker processes per rank."""
+    record: str = ""
+    """Folder to write each step's rollouts and scores to, as parquet."""
+    replay: str = ""
+    """Folder of such files to train from, with no vLLM, no reward and no evaluation."""
     # [/shared]
     normalize_scores: bool = False
     """Scores of reward models less their mean and over their std, as recorded in their config.json."""
@@ -173,6 +178,12 @@ class Args:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Clip the gradient to this global norm."""
+    # [/shared]
+    # [shared: correction flags]
+    rollout_correction: Literal["none", "token-tis", "seq-mask"] = "none"
+    """For what vLLM samples from not being quite the trainer's policy: weigh tokens, or weigh and mask responses."""
+    correction_cap: float = 2.0
+    """Largest importance weight: a token's is cut there, a response's beyond it is left out."""
     # [/shared]
     gamma: float = 1.0
     """Discount per token."""
@@ -214,6 +225,8 @@ class Args:
     compile: bool = False
     """torch.compile each block."""
     # [/shared]
+    verify_sync: int = 0
+    """Prove every so many weight syncs that vLLM holds the trainer's weights, and stop where it does not; 0: never."""
     sleep: Literal["none", "kv", "all"] = "none"
     """What vLLM gives back during the update (CUDA): nothing, its KV cache, or its weights too."""
 
@@ -332,6 +345,23 @@ def policy_loss(
     return -torch.minimum(gain_BR, clipped_BR), ratio_BR, clipped_BR < gain_BR
 
 
+def correction_weights(
+    old_logprobs_BR: torch.Tensor, rollout_logprobs_BR: torch.Tensor, mask_BR: torch.Tensor, kind: str, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Importance weights of each token, pi_old of the trainer over that of the engine, and which responses to keep.
+
+    token-tis: w_t = min(pi_old / pi_engine, cap) (truncated importance sampling; Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training"). seq-mask: w_t = W = prod_t pi_old / pi_engine on every token
+    of a response, kept only where W <= cap (Liu, Li et al. 2025, "When speed kills stability"; also arXiv 2512.23075).
+    Shapes: [B, R] -> weights [B, R], kept [B].
+    """
+    log_ratio_BR = (old_logprobs_BR - rollout_logprobs_BR) * mask_BR
+    if kind == "token-tis":
+        return log_ratio_BR.exp().clamp(max=cap), torch.ones_like(mask_BR[:, 0])
+    weight_B = log_ratio_BR.sum(-1).exp()
+    return weight_B[:, None].expand_as(log_ratio_BR), weight_B <= cap
+
+
 def kl_loss(
     logprobs_BR: torch.Tensor, old_logprobs_BR: torch.Tensor, ref_logprobs_BR: torch.Tensor, estimator: str
 ) -> torch.Tensor:
@@ -431,10 +461,13 @@ def main(args: Args) -> None:
             check_args(args, world, config, tokenizer)
             eos_token_ids = end_of_sequence_ids(args.model, config, tokenizer)
         data = load_prompts(args.train_files, "--train-files", tokenizer, args.max_prompt_len)
-        val = load_prompts(args.val_files, "--val-files", tokenizer, args.max_prompt_len) if args.val_files else []
+        val = []
+        if args.val_files and not args.replay:  # there is nothing to evaluate with
+            val = load_prompts(args.val_files, "--val-files", tokenizer, args.max_prompt_len)
         num_steps = args.num_steps or math.ceil(args.num_epochs * len(data) / args.prompts_per_step)
         with fail_together():
-            check_reward(args.reward, data.row(0), args.reward_timeout_s)
+            if not args.replay:
+                check_reward(args.reward, data.row(0), args.reward_timeout_s)
             if val:
                 check_reward(args.eval_reward or args.reward, val.row(0), args.reward_timeout_s, "--val-files")
         auto = "bfloat16" if device.type == "cuda" else "float32"
@@ -458,17 +491,19 @@ def main(args: Args) -> None:
         )
 
     # vLLM first: it measures free memory, and reseeds the global generators. Its weights are dummies until the sync.
-    engine = HybridEngine(
-        args.model,
-        seed=args.seed,
-        max_model_len=args.max_prompt_len + args.max_response_len,
-        eos_token_ids=eos_token_ids,
-        tensor_parallel_size=args.tensor_parallel_size,
-        max_num_seqs=args.max_num_seqs,
-        kv_cache_gib=args.kv_cache_gib,
-        dtype=dtype,
-        sleep_mode=args.sleep != "none",
-    )
+    engine = None
+    if not args.replay:
+        engine = HybridEngine(
+            args.model,
+            seed=args.seed,
+            max_model_len=args.max_prompt_len + args.max_response_len,
+            eos_token_ids=eos_token_ids,
+            tensor_parallel_size=args.tensor_parallel_size,
+            max_num_seqs=args.max_num_seqs,
+            kv_cache_gib=args.kv_cache_gib,
+            dtype=dtype,
+            sleep_mode=args.sleep != "none",
+        )
     reference = None
     training = {"master_dtype": torch.float32, "compute_dtype": dtype}
     training |= {"activation_checkpointing": args.activation_checkpointing, "compile_blocks": args.compile}
@@ -495,16 +530,21 @@ def main(args: Args) -> None:
     scoring = {"engine": engine, "tokenizer": tokenizer, "mesh": mesh, "dtype": dtype, "workers": args.reward_workers}
     scoring |= {"timeout_s": args.reward_timeout_s, "max_tokens": args.max_tokens_per_gpu}
     with one_line_errors():
-        scorer = Scorer(args.reward, **scoring, normalize=args.normalize_scores)
+        scorer = (
+            Replay(args.replay, device)
+            if args.replay
+            else Scorer(args.reward, **scoring, normalize=args.normalize_scores)
+        )
         # [shared: start]
-        examiner = Scorer(args.eval_reward, **scoring, flag="--eval-reward") if args.eval_reward else scorer
+        examiner = Scorer(args.eval_reward, **scoring, flag="--eval-reward") if args.eval_reward and val else scorer
     greedy = Sampling(temperature=0.0, max_tokens=args.max_response_len, logprobs=False)
     samples = run_dir / "rollouts.jsonl"
     progress = Progress(run_dir.name, done, num_steps, show=rank == 0)
 
     metrics = Metrics()
     with metrics.timed("sync", device):
-        engine.sync_weights(policy)
+        if engine:
+            engine.sync_weights(policy)
     if val and args.eval_every and done == 0:
         examiner.evaluate(val, 0, greedy, metrics, samples)
         figures = metrics.reduce()
@@ -521,7 +561,7 @@ def main(args: Args) -> None:
         with metrics.timed("rollout", device):
             sampling = Sampling(args.temperature, args.max_response_len)
             rollouts = scorer.rollout(data, uids, G, step, sampling)
-            if args.sleep != "none":
+            if engine and args.sleep != "none":
                 engine.sleep(args.sleep)
 
         # ---- 2 score ----
@@ -545,7 +585,8 @@ def main(args: Args) -> None:
             # With one optimizer step per batch, and no KL to measure, the old log-probs are the update's own.
             # DETAIL: micro-batches are packed over all responses here and over the minibatch there; in bfloat16 the
             # first ratios are then 1 only up to rounding.
-            use_old = reference is not None or not one_update
+            critic_only = step <= args.critic_warmup_steps
+            use_old = reference is not None or not one_update or args.rollout_correction != "none" or critic_only
             old_logprobs_BR = logprobs_of(policy, *forward) if use_old else None
             ref_logprobs_BR = logprobs_of(reference, *forward) if reference else None
             values_BR, bootstrap_B = values_of(critic, rollouts, R, args.max_tokens_per_gpu, device)
@@ -557,11 +598,23 @@ def main(args: Args) -> None:
         num_judged = int(sum_over_ranks(judged_B.sum()))
         if num_judged == 0:
             stop(f"--reward {args.reward}: not one response of step {step} could be judged")
+        if args.record:
+            record_rollouts(Path(args.record), step, rollouts, scores_B, judged_B)
+        kept_B = judged_B
+        if args.rollout_correction != "none":
+            correction = args.rollout_correction, args.correction_cap
+            weights_BR, kept_B = correction_weights(old_logprobs_BR, rollout_logprobs_BR, mask_BR, *correction)
+            kept_B = kept_B & judged_B
+            changed_BR = (weights_BR == args.correction_cap) | ~kept_B[:, None]
+            metrics.add("rollout/corrected_frac", (changed_BR & mask_BR).sum(), mask_BR.sum())
+            metrics.add("rollout/correction_weight", (weights_BR * mask_BR).sum(), mask_BR.sum())
         # [/shared]
-        judged = judged_B.tolist()
+        trained = kept_B.tolist()
+        first_logprobs_BR = old_logprobs_BR if use_old else torch.zeros_like(rollout_logprobs_BR)
+        audited_BR = mask_BR if use_old else mask_BR & judged_B[:, None]
         # DETAIL: a response without a score is left out of everything below, because any number in its place would be a
         # reward for making the judge fail.
-        mask_BR = mask_BR & judged_B[:, None]
+        mask_BR = mask_BR & kept_B[:, None]
         paid_B = scores_B.clamp(-args.score_clip, args.score_clip) if args.score_clip else scores_B
         paid_B = paid_B - args.missing_eos_penalty * truncated_B
         kl_BR = old_logprobs_BR - ref_logprobs_BR if reference else torch.zeros_like(values_BR)  # k1
@@ -581,7 +634,7 @@ def main(args: Args) -> None:
         # ---- 6 update ----
         peaks, schedule = {"policy": args.lr, "critic": args.critic_lr}, (args.lr_schedule, args.warmup_steps)
         rates = {name: learning_rate(step, num_steps, peak, *schedule) for name, peak in peaks.items()}
-        trained = {k: part for k, part in parts.items() if k == "critic" or step > args.critic_warmup_steps}
+        learners = {k: part for k, part in parts.items() if k == "critic" or not critic_only}
         with metrics.timed("update", device):
             for epoch in range(args.update_epochs):
                 # A permutation of the global response indices, the same on every rank; each trains those it holds.
@@ -589,8 +642,9 @@ def main(args: Args) -> None:
                 for start in range(0, num_responses, minibatch_size):
                     chosen = order[start : start + minibatch_size]
                     mine = sorted(int(i) - rank * B for i in chosen if rank * B <= i < (rank + 1) * B)
-                    plan, num_tokens = plan_together(rollouts, [i for i in mine if judged[i]], args.max_tokens_per_gpu)
-                    if num_tokens == 0:  # not one of its responses, on any rank, has a score
+                    mine = [i for i in mine if trained[i]]
+                    plan, num_tokens = plan_together(rollouts, mine, args.max_tokens_per_gpu)
+                    if num_tokens == 0:  # not one of its responses, on any rank, is left
                         continue
                     for k, part in enumerate(plan):
                         packed = pack([rollouts[i] for i in part], device)
@@ -598,7 +652,7 @@ def main(args: Args) -> None:
                         # DETAIL: both losses are divided by the token count of the whole optimizer step over all ranks,
                         # known before the first forward; times the world size, because FSDP averages gradients.
                         share = world / num_tokens
-                        if "policy" in trained:
+                        if "policy" in learners:
                             policy.set_requires_gradient_sync(k == len(plan) - 1)
                             logprobs_N, entropy_N = policy(packed, args.temperature, args.entropy_coef > 0)
                             logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
@@ -610,6 +664,8 @@ def main(args: Args) -> None:
                                 bound_bR = dual_clip_bound(advantages_BR[part], args.dual_clip)
                                 metrics.add("policy/dual_clip_frac", ((loss_bR > bound_bR) & mask_bR).sum(), tokens)
                                 loss_bR = torch.minimum(loss_bR, bound_bR)
+                            if args.rollout_correction != "none":
+                                loss_bR = loss_bR * weights_BR[part]
                             total_bR = loss_bR
                             if reference and args.kl_in == "loss":
                                 kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[part], args.kl_estimator)
@@ -629,7 +685,7 @@ def main(args: Args) -> None:
                             continue
                         metrics.add("value/loss", (critic_loss_bR * mask_bR).sum(), tokens)
                         metrics.add("value/clip_frac", (value_clipped_bR & mask_bR).sum(), tokens)
-                        if "policy" not in trained:
+                        if "policy" not in learners:
                             continue
                         ratio_bR = ratio_bR.detach()  # 1 on padding
                         metrics.add("policy/loss", (loss_bR * mask_bR).sum(), tokens)
@@ -637,21 +693,22 @@ def main(args: Args) -> None:
                         metrics.add("policy/approx_kl", (ratio_bR - 1 - ratio_bR.log()).sum(), tokens)
                         metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
                         metrics.add("policy/entropy", entropy_N.sum(), tokens)
-                        if epoch == 0 and start == 0:  # before the first optimizer step: same weights on both sides
-                            diff_bR = (logprobs_bR.detach() - rollout_logprobs_BR[part]).abs()  # 0 on padding
-                            metrics.add("rollout/logprob_diff_mean", diff_bR.sum(), tokens)
-                            metrics.add_max("rollout/logprob_diff_max", diff_bR.max())
-                    for name, norm in optimizer_step(trained, rates, args.max_grad_norm, step).items():
+                        if not use_old:  # the one optimizer step is still to come: same weights on both sides
+                            first_logprobs_BR[part] = logprobs_bR.detach()
+                    for name, norm in optimizer_step(learners, rates, args.max_grad_norm, step).items():
                         metrics.add({"policy": "optim/grad_norm", "critic": "optim/critic_grad_norm"}[name], norm)
                     metrics.add("optim/num_tokens", num_tokens)
 
         # ---- 7 weight sync ----
         # [shared: sync]
         with metrics.timed("sync", device):
-            if args.sleep != "none":
-                engine.wake()
-            report = engine.sync_weights(policy)
-        metrics.add("time/sync_reset_s", report.reset_seconds)
+            if engine:
+                if args.sleep != "none":
+                    engine.wake()
+                report = engine.sync_weights(policy)
+                metrics.add("time/sync_reset_s", report.reset_seconds)
+        if engine and args.verify_sync and step % args.verify_sync == 0:
+            metrics.add("time/verify_s", engine.verify_sync(policy))
         # [/shared]
 
         # ---- 8 log, evaluate, save ----
@@ -666,6 +723,8 @@ def main(args: Args) -> None:
             metrics.add("policy/ref_kl_response", kl)
             kl_coef = next_kl_coef(kl_coef, kl, args.kl_target, num_responses, args.kl_horizon, args.kl_controller)
         # [shared: log and evaluate]
+        for key, value in mismatch(first_logprobs_BR, rollout_logprobs_BR, audited_BR).items():
+            metrics.add(key, value)
         metrics.add("reward/score", (scores_B * judged_B).sum(), judged_B.sum())
         metrics.add("reward/error_frac", (~judged_B).sum(), B)
         metrics.add("rollout/response_len", lengths_B.sum(), B)
@@ -694,8 +753,6 @@ def main(args: Args) -> None:
     # ---- the end ----
     # [shared: end]
     progress.close()
-    scorer.close()
-    examiner.close()
     if args.export_hf != "off":
         export_hf(run_dir / "hf", policy, tokenizer)
     if rank == 0:
@@ -704,7 +761,10 @@ def main(args: Args) -> None:
         word = "accuracy" if (args.eval_reward or args.reward) in ("tiny", "gsm8k") else "mean score"
         change = f"{word} {evals[0]:.2f} -> {evals[-1]:.2f} on {len(val)} held-out prompts, " if evals else ""
         print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")
-    engine.close()
+    scorer.close()
+    examiner.close()
+    if engine:
+        engine.close()
     # [/shared]
 
 

@@ -32,7 +32,7 @@ from utils.models import Parts, PolicyModel, ScalarModel, hf_name
 MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what was trained so far
     "run_dir", "resume", "num_steps", "num_epochs", "save_every", "eval_every", "export_hf", "max_tokens_per_gpu",
     "activation_checkpointing", "compile", "sleep", "kv_cache_gib", "max_num_seqs", "tensor_parallel_size",
-    "reward_timeout_s", "reward_workers",
+    "reward_timeout_s", "reward_workers", "record", "replay", "verify_sync",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -75,6 +76,27 @@ def explained_variance(
     mean_2 = over_ranks(pair_2BR.sum((1, 2))) / count
     error, spread = over_ranks(((pair_2BR - mean_2[:, None, None]).square() * mask_BR).sum((1, 2)))
     return 1 - error / spread  # not a number where all returns are the same
+
+
+def mismatch(trainer_BR: torch.Tensor, engine_BR: torch.Tensor, mask_BR: torch.Tensor) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's before the update, over all ranks (collective).
+
+    With w = pi_trainer / pi_engine of each sampled token: mean and largest |log w|; percentiles of w; KL(engine ||
+    trainer) as k3, w - 1 - log w; the effective sample size (sum w)^2 / (n sum w^2), 1 where both agree.
+    Shapes: all [B, R]. Units: nats.
+    """
+    mine = (trainer_BR.double() - engine_BR.double())[mask_BR].float().cpu().numpy()
+    log_w = np.concatenate(all_gather(mine)).astype(np.float64)
+    w = np.exp(log_w)
+    low, high = np.quantile(w, (0.01, 0.99))
+    return {
+        "rollout/logprob_diff_mean": np.abs(log_w).mean(),
+        "rollout/logprob_diff_max": np.abs(log_w).max(),
+        "rollout/ratio_p01": low,
+        "rollout/ratio_p99": high,
+        "rollout/ratio_k3": (w - 1 - log_w).mean(),
+        "rollout/ess": w.sum() ** 2 / (len(w) * np.square(w).sum()),
+    }
 
 
 def synchronize(device: torch.device) -> None:

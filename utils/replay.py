@@ -1,0 +1,91 @@
+"""Record each step's rollouts and scores as parquet, and train from them later without any vLLM.
+
+grpo_fsdp.py --record runs/a/rollouts ...            writes step_N.parquet, one row per response
+grpo_fsdp.py --replay runs/a/rollouts ...            the same run from the files: two losses on the same data
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+
+from utils.data import PromptData
+from utils.dist import all_gather, stop
+from utils.reward_pool import Score
+
+if TYPE_CHECKING:
+    from hybrid_engine import Rollout, Sampling
+
+COLUMNS = pa.schema([
+    ("uid", pa.int64()), ("sample", pa.int64()), ("prompt_ids", pa.list_(pa.int64())),
+    ("response_ids", pa.list_(pa.int64())), ("logprobs", pa.list_(pa.float32())), ("finish_reason", pa.string()),
+    ("length", pa.int64()), ("score", pa.float64()), ("judged", pa.bool_()),
+])  # fmt: skip
+
+
+def record_rollouts(
+    folder: Path, step: int, rollouts: list["Rollout"], scores_B: torch.Tensor, judged_B: torch.Tensor
+) -> None:
+    """Write all ranks' responses of a step, with the scores they were trained by, to step_N.parquet (collective)."""
+    mine = [
+        {**vars(r), "length": len(r.response_ids), "score": score, "judged": judged}
+        for r, score, judged in zip(rollouts, scores_B.tolist(), judged_B.tolist(), strict=True)
+    ]
+    shares = all_gather(mine)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = folder / f".step_{step}.parquet"
+        pq.write_table(pa.Table.from_pylist([row for share in shares for row in share], COLUMNS), aside)
+        os.replace(aside, folder / f"step_{step}.parquet")
+
+
+class Replay:
+    """Recorded rollouts in place of engine and scorer: their calls, those that a training step makes.
+
+    Any number of ranks may replay what any number recorded: a response is found by its uid and sample.
+    Raises: ValueError where the folder holds no recorded step.
+    """
+
+    def __init__(self, folder: str, device: torch.device):
+        self.folder, self.device = Path(folder), device
+        if not any(self.folder.glob("step_*.parquet")):
+            raise ValueError(f"--replay {folder}: must hold step_N.parquet files, as --record writes them")
+        self._scores: dict[int, Score] = {}
+
+    def rollout(self, source: PromptData, uids: list[int], n: int, step: int, sampling: "Sampling") -> list["Rollout"]:
+        """The responses that were recorded for these prompts at this step."""
+        from hybrid_engine import Rollout
+
+        path, self._scores, rollouts = self.folder / f"step_{step}.parquet", {}, []
+        if not path.is_file():
+            stop(f"--replay {self.folder}: step {step} was not recorded; --num-steps {step - 1} works")
+        rows = {(row["uid"], row["sample"]): row for row in pq.read_table(path).to_pylist()}
+        missing = [key for key in ((uid, i) for uid in uids for i in range(n)) if key not in rows]
+        if anywhere := [key for share in all_gather(missing) for key in share]:
+            stop(
+                f"--replay {self.folder}: step {step} holds no response to uid {anywhere[0][0]}, sample "
+                f"{anywhere[0][1]}; --seed, --train-files and the batch sizes must be the recorded run's"
+            )
+        for key in ((uid, i) for uid in uids for i in range(n)):
+            row = rows[key]
+            rollout = Rollout(*(row[name] for name in Rollout.__dataclass_fields__))
+            self._scores[id(rollout)] = Score(row["score"], None if row["judged"] else "unjudged")
+            rollouts.append(rollout)
+        return rollouts
+
+    def rule_scores(self, rollouts: list["Rollout"], what: str) -> list[Score]:
+        """The recorded scores."""
+        return [self._scores[id(r)] for r in rollouts]
+
+    def model_scores(self, rollouts: list["Rollout"], source: PromptData) -> torch.Tensor:
+        """Zeros: what reward models said is in the recorded scores. Shapes: [B] float64."""
+        return torch.zeros(len(rollouts), dtype=torch.float64, device=self.device)
+
+    def close(self) -> None:
+        """End the process group, which the engine does in a run that has one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
