@@ -60,8 +60,7 @@ from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
 from utils.replay import Replay, record_rollouts
-from utils.reward_pool import check_reward
-from utils.scoring import Scorer, check_reward_models
+from utils.scoring import Scorer, check_reward_models, check_scoring
 
 
 @dataclass
@@ -294,18 +293,7 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> None:
     Raises: ValueError with flag, value, rule and a value that works.
     """
     flags = asdict(args)
-    no_kl, no_val = ("--kl-coef 0", args.kl_coef == 0), ("no --val-files", not args.val_files)
-    idle = {"ref_model": no_kl, "kl_estimator": no_kl, "eval_every": no_val, "eval_reward": no_val}
-    idle |= {"num_epochs": ("--num-steps above 0", args.num_steps > 0)}
-    check_flags(
-        flags,
-        DEFAULTS,
-        positive="num_epochs prompts_per_step max_prompt_len max_response_len kv_cache_gib max_num_seqs reward_workers "
-        "reward_timeout_s update_epochs max_grad_norm max_tokens_per_gpu",
-        not_negative="num_steps save_every eval_every minibatch_size lr warmup_steps weight_decay clip_low clip_high "
-        "kl_coef",
-        idle=idle,
-    )
+    check_flags(flags, DEFAULTS, [("--kl-coef 0", args.kl_coef == 0, "ref_model kl_estimator")])
     if args.group_size < 2:
         raise ValueError(
             f"--group-size {args.group_size}: must be 2 or more, one response has no group to compare with; 8 works"
@@ -347,9 +335,10 @@ def main(args: Args) -> None:
         num_steps = args.num_steps or math.ceil(args.num_epochs * len(data) / args.prompts_per_step)
         with fail_together():
             if not args.replay:
-                check_reward(args.reward, data.row(0), args.reward_timeout_s)
+                check_scoring(args.reward, "--reward", tokenizer, data, args.reward_timeout_s)
             if val:
-                check_reward(args.eval_reward or args.reward, val.row(0), args.reward_timeout_s, "--val-files")
+                examined = (args.eval_reward, "--eval-reward") if args.eval_reward else (args.reward, "--reward")
+                check_scoring(*examined, tokenizer, val, args.reward_timeout_s)
         auto = "bfloat16" if device.type == "cuda" else "float32"
         args = replace(args, dtype=auto if args.dtype == "auto" else args.dtype)
         run_dir = Path(args.run_dir or broadcast(f"runs/{Path(__file__).stem}_{time.strftime('%Y%m%d_%H%M%S')}"))
@@ -371,9 +360,10 @@ def main(args: Args) -> None:
         )
 
     # vLLM first: it measures free memory, and reseeds the global generators. Its weights are dummies until the sync.
-    engine = None
-    if not args.replay:
-        engine = HybridEngine(
+    engine = (
+        Replay(args.replay, device)
+        if args.replay
+        else HybridEngine(
             args.model,
             seed=args.seed,
             max_model_len=args.max_prompt_len + args.max_response_len,
@@ -384,6 +374,7 @@ def main(args: Args) -> None:
             dtype=dtype,
             sleep_mode=args.sleep != "none",
         )
+    )
     reference = None
     training = {"master_dtype": torch.float32, "compute_dtype": dtype}
     training |= {"activation_checkpointing": args.activation_checkpointing, "compile_blocks": args.compile}
@@ -401,7 +392,7 @@ def main(args: Args) -> None:
     scoring = {"engine": engine, "tokenizer": tokenizer, "mesh": mesh, "dtype": dtype, "workers": args.reward_workers}
     scoring |= {"timeout_s": args.reward_timeout_s, "max_tokens": args.max_tokens_per_gpu}
     with one_line_errors():
-        scorer = Replay(args.replay, device) if args.replay else Scorer(args.reward, **scoring)
+        scorer = engine if args.replay else Scorer(args.reward, **scoring)
         # [shared: start]
         examiner = Scorer(args.eval_reward, **scoring, flag="--eval-reward") if args.eval_reward and val else scorer
     greedy = Sampling(temperature=0.0, max_tokens=args.max_response_len, logprobs=False)
@@ -410,8 +401,7 @@ def main(args: Args) -> None:
 
     metrics = Metrics()
     with metrics.timed("sync", device):
-        if engine:
-            engine.sync_weights(policy)
+        engine.sync_weights(policy)
     if val and args.eval_every and done == 0:
         examiner.evaluate(val, 0, greedy, metrics, samples)
         figures = metrics.reduce()
@@ -428,12 +418,12 @@ def main(args: Args) -> None:
         with metrics.timed("rollout", device):
             sampling = Sampling(args.temperature, args.max_response_len)
             rollouts = scorer.rollout(data, uids, G, step, sampling)
-            if engine and args.sleep != "none":
+            if args.sleep != "none":
                 engine.sleep(args.sleep)
 
         # ---- 2 score ----
         with metrics.timed("score", device):  # rules have been at it since each response ended; models come in phase 4
-            rule_scores = scorer.rule_scores(rollouts, f"step {step}")
+            rule_scores_B = scorer.rule_scores(rollouts, f"step {step}")
 
         # ---- 3 batch ----
         lengths_B = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
@@ -441,8 +431,6 @@ def main(args: Args) -> None:
         mask_BR = mask_from_lengths(lengths_B, R)
         rollout_logprobs_BR = pad_rows([r.logprobs for r in rollouts], torch.float32, R).to(device)
         truncated_B = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)
-        rule_scores_B = torch.tensor([s.value for s in rule_scores], dtype=torch.float64, device=device)
-        ruled_B = torch.tensor([s.error is None for s in rule_scores], device=device)
         # [/shared]
 
         # ---- 4 no-grad ----
@@ -458,7 +446,7 @@ def main(args: Args) -> None:
 
         # ---- 5 advantages ----
         # [shared: scores]
-        judged_B = ruled_B & model_scores_B.isfinite()
+        judged_B = (rule_scores_B + model_scores_B).isfinite()
         scores_B = torch.where(judged_B, rule_scores_B + model_scores_B, 0.0)
         num_judged = int(sum_over_ranks(judged_B.sum()))
         if num_judged == 0:
@@ -533,12 +521,11 @@ def main(args: Args) -> None:
         # ---- 7 weight sync ----
         # [shared: sync]
         with metrics.timed("sync", device):
-            if engine:
-                if args.sleep != "none":
-                    engine.wake()
-                report = engine.sync_weights(policy)
-                metrics.add("time/sync_reset_s", report.reset_seconds)
-        if engine and args.verify_sync and step % args.verify_sync == 0:
+            if args.sleep != "none":
+                engine.wake()
+            report = engine.sync_weights(policy)
+        metrics.add("time/sync_reset_s", report.reset_seconds)
+        if args.verify_sync and step % args.verify_sync == 0:
             metrics.add("time/verify_s", engine.verify_sync(policy))
         # [/shared]
 
@@ -589,8 +576,7 @@ def main(args: Args) -> None:
         print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")
     scorer.close()
     examiner.close()
-    if engine:
-        engine.close()
+    engine.close()
     # [/shared]
 
 

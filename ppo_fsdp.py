@@ -74,8 +74,7 @@ from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
 from utils.replay import Replay, record_rollouts
-from utils.reward_pool import check_reward
-from utils.scoring import Scorer, check_reward_models
+from utils.scoring import Scorer, check_reward_models, check_scoring
 
 
 @dataclass
@@ -407,22 +406,15 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> None:
     Raises: ValueError with flag, value, rule and a value that works.
     """
     flags = asdict(args)
-    no_kl, no_val = ("--kl-coef 0", args.kl_coef == 0), ("no --val-files", not args.val_files)
-    idle = {"ref_model": no_kl, "kl_in": no_kl, "kl_controller": no_kl, "eval_every": no_val, "eval_reward": no_val}
-    idle |= {"num_epochs": ("--num-steps above 0", args.num_steps > 0)}
-    idle |= {"kl_estimator": ("--kl-in reward, which takes k1", args.kl_in == "reward")}
-    idle |= {"kl_target": ("--kl-controller fixed", args.kl_controller == "fixed")}
-    idle |= {"kl_horizon": (f"--kl-controller {args.kl_controller}", args.kl_controller != "horizon")}
-    idle |= {"normalize_scores": ("no model: in --reward", "model:" not in args.reward)}
-    check_flags(
-        flags,
-        DEFAULTS,
-        positive="num_epochs prompts_per_step max_prompt_len max_response_len kv_cache_gib max_num_seqs reward_workers "
-        "reward_timeout_s update_epochs max_grad_norm max_tokens_per_gpu group_size kl_target kl_horizon",
-        not_negative="num_steps save_every eval_every minibatch_size lr warmup_steps weight_decay clip_low clip_high "
-        "kl_coef critic_lr critic_warmup_steps dual_clip value_clip entropy_coef score_clip missing_eos_penalty",
-        idle=idle,
-    )
+    controller = f"--kl-controller {args.kl_controller}"
+    idle = [
+        ("--kl-coef 0", args.kl_coef == 0, "ref_model kl_in kl_controller"),
+        ("--kl-in reward, which takes k1", args.kl_in == "reward", "kl_estimator"),
+        (controller, args.kl_controller == "fixed", "kl_target"),
+        (controller, args.kl_controller != "horizon", "kl_horizon"),
+        ("no model: in --reward", "model:" not in args.reward, "normalize_scores"),
+    ]
+    check_flags(flags, DEFAULTS, idle)
     for name in ("gamma", "gae_lambda"):
         if not 0 <= flags[name] <= 1:
             raise ValueError(f"--{name.replace('_', '-')} {flags[name]}: must be from 0 to 1; {DEFAULTS[name]} works")
@@ -440,7 +432,7 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> None:
     check_reward_models(args.reward, tokenizer, longest, args.normalize_scores)
     check_reward_models(args.eval_reward, tokenizer, longest, flag="--eval-reward")
     if args.critic_model:
-        check_sibling(args.critic_model, "--critic-model", tokenizer, longest)
+        check_sibling(args.critic_model, "--critic-model", tokenizer, longest, head="any")
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -467,9 +459,10 @@ def main(args: Args) -> None:
         num_steps = args.num_steps or math.ceil(args.num_epochs * len(data) / args.prompts_per_step)
         with fail_together():
             if not args.replay:
-                check_reward(args.reward, data.row(0), args.reward_timeout_s)
+                check_scoring(args.reward, "--reward", tokenizer, data, args.reward_timeout_s)
             if val:
-                check_reward(args.eval_reward or args.reward, val.row(0), args.reward_timeout_s, "--val-files")
+                examined = (args.eval_reward, "--eval-reward") if args.eval_reward else (args.reward, "--reward")
+                check_scoring(*examined, tokenizer, val, args.reward_timeout_s)
         auto = "bfloat16" if device.type == "cuda" else "float32"
         args = replace(args, dtype=auto if args.dtype == "auto" else args.dtype)
         run_dir = Path(args.run_dir or broadcast(f"runs/{Path(__file__).stem}_{time.strftime('%Y%m%d_%H%M%S')}"))
@@ -491,9 +484,10 @@ def main(args: Args) -> None:
         )
 
     # vLLM first: it measures free memory, and reseeds the global generators. Its weights are dummies until the sync.
-    engine = None
-    if not args.replay:
-        engine = HybridEngine(
+    engine = (
+        Replay(args.replay, device)
+        if args.replay
+        else HybridEngine(
             args.model,
             seed=args.seed,
             max_model_len=args.max_prompt_len + args.max_response_len,
@@ -504,6 +498,7 @@ def main(args: Args) -> None:
             dtype=dtype,
             sleep_mode=args.sleep != "none",
         )
+    )
     reference = None
     training = {"master_dtype": torch.float32, "compute_dtype": dtype}
     training |= {"activation_checkpointing": args.activation_checkpointing, "compile_blocks": args.compile}
@@ -530,11 +525,7 @@ def main(args: Args) -> None:
     scoring = {"engine": engine, "tokenizer": tokenizer, "mesh": mesh, "dtype": dtype, "workers": args.reward_workers}
     scoring |= {"timeout_s": args.reward_timeout_s, "max_tokens": args.max_tokens_per_gpu}
     with one_line_errors():
-        scorer = (
-            Replay(args.replay, device)
-            if args.replay
-            else Scorer(args.reward, **scoring, normalize=args.normalize_scores)
-        )
+        scorer = engine if args.replay else Scorer(args.reward, **scoring, normalize=args.normalize_scores)
         # [shared: start]
         examiner = Scorer(args.eval_reward, **scoring, flag="--eval-reward") if args.eval_reward and val else scorer
     greedy = Sampling(temperature=0.0, max_tokens=args.max_response_len, logprobs=False)
@@ -543,8 +534,7 @@ def main(args: Args) -> None:
 
     metrics = Metrics()
     with metrics.timed("sync", device):
-        if engine:
-            engine.sync_weights(policy)
+        engine.sync_weights(policy)
     if val and args.eval_every and done == 0:
         examiner.evaluate(val, 0, greedy, metrics, samples)
         figures = metrics.reduce()
@@ -561,12 +551,12 @@ def main(args: Args) -> None:
         with metrics.timed("rollout", device):
             sampling = Sampling(args.temperature, args.max_response_len)
             rollouts = scorer.rollout(data, uids, G, step, sampling)
-            if engine and args.sleep != "none":
+            if args.sleep != "none":
                 engine.sleep(args.sleep)
 
         # ---- 2 score ----
         with metrics.timed("score", device):  # rules have been at it since each response ended; models come in phase 4
-            rule_scores = scorer.rule_scores(rollouts, f"step {step}")
+            rule_scores_B = scorer.rule_scores(rollouts, f"step {step}")
 
         # ---- 3 batch ----
         lengths_B = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
@@ -574,8 +564,6 @@ def main(args: Args) -> None:
         mask_BR = mask_from_lengths(lengths_B, R)
         rollout_logprobs_BR = pad_rows([r.logprobs for r in rollouts], torch.float32, R).to(device)
         truncated_B = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)
-        rule_scores_B = torch.tensor([s.value for s in rule_scores], dtype=torch.float64, device=device)
-        ruled_B = torch.tensor([s.error is None for s in rule_scores], device=device)
         # [/shared]
 
         # ---- 4 no-grad ----
@@ -593,7 +581,7 @@ def main(args: Args) -> None:
 
         # ---- 5 advantages ----
         # [shared: scores]
-        judged_B = ruled_B & model_scores_B.isfinite()
+        judged_B = (rule_scores_B + model_scores_B).isfinite()
         scores_B = torch.where(judged_B, rule_scores_B + model_scores_B, 0.0)
         num_judged = int(sum_over_ranks(judged_B.sum()))
         if num_judged == 0:
@@ -702,12 +690,11 @@ def main(args: Args) -> None:
         # ---- 7 weight sync ----
         # [shared: sync]
         with metrics.timed("sync", device):
-            if engine:
-                if args.sleep != "none":
-                    engine.wake()
-                report = engine.sync_weights(policy)
-                metrics.add("time/sync_reset_s", report.reset_seconds)
-        if engine and args.verify_sync and step % args.verify_sync == 0:
+            if args.sleep != "none":
+                engine.wake()
+            report = engine.sync_weights(policy)
+        metrics.add("time/sync_reset_s", report.reset_seconds)
+        if args.verify_sync and step % args.verify_sync == 0:
             metrics.add("time/verify_s", engine.verify_sync(policy))
         # [/shared]
 
@@ -763,8 +750,7 @@ def main(args: Args) -> None:
         print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")
     scorer.close()
     examiner.close()
-    if engine:
-        engine.close()
+    engine.close()
     # [/shared]
 
 

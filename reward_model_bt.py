@@ -205,16 +205,7 @@ def check_args(args: Args, world_size: int, positions: int) -> None:
 
     Raises: ValueError with flag, value, rule and a value that works.
     """
-    check_flags(
-        asdict(args),
-        DEFAULTS,
-        positive="num_epochs max_prompt_len max_response_len pairs_per_step max_grad_norm max_tokens_per_gpu",
-        not_negative="num_steps save_every eval_every centring_coef lr warmup_steps weight_decay",
-        idle={
-            "eval_every": ("no --val-files", not args.val_files),
-            "num_epochs": ("--num-steps above 0", args.num_steps > 0),
-        },
-    )
+    check_flags(asdict(args), DEFAULTS, [])
     check_divides(asdict(args), "pairs_per_step", world_size)
     check_lengths(asdict(args), positions, sequences=2)
 
@@ -232,7 +223,7 @@ def main(args: Args) -> None:
             made = broadcast(ensure_pairs(Path("runs/.tiny"), args.seed) if rank == 0 else None)
             args = replace(args, **tiny.flags(asdict(args), DEFAULTS, made, TINY, show=rank == 0))
         with fail_together():
-            config, tokenizer = load_config(args.model), load_tokenizer(args.model)
+            config, tokenizer = load_config(args.model, head="any"), load_tokenizer(args.model)
             check_args(args, world, config.max_position_embeddings)
             pad_id = set_safe_pad(tokenizer, config, end_of_sequence_ids(args.model, config, tokenizer))
         lengths = args.max_prompt_len, args.max_response_len, args.overlong

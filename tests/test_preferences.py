@@ -192,7 +192,7 @@ def test_columns(tmp_path):
 def test_a_tokenizer_without_end_of_sequence(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"^--model: the tokenizer has no end-of-sequence token"):
+    with pytest.raises(ValueError, match=r"^--model .*: the tokenizer has no end-of-sequence token"):
         load_pairs(write(tmp_path / "a.parquet", [good(0)]), "--train-files", tokenizer, 20, 10, "error")
 
 

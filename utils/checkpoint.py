@@ -68,7 +68,7 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
         checkpoint = Path(resume)
         if not (checkpoint / "state.json").exists():
             raise ValueError(
-                f"--resume {resume}: must be a checkpoint folder such as runs/x/checkpoints/step_10, or auto"
+                f"--resume {resume}: must be a checkpoint folder; runs/x/checkpoints/step_10 works, or auto"
             )
         if (run / "metrics.jsonl").exists() and run.resolve() not in checkpoint.resolve().parents:
             raise ValueError(f"--run-dir {run}: holds another run than the one resumed; use a new folder")
@@ -88,7 +88,8 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
             )
         for name, fingerprint in data.items():
             if state["data"].get(name) != fingerprint:
-                raise ValueError(f"--{name} {args[name.replace('-', '_')]}: holds other rows than the resumed run's")
+                rule = "holds other rows than the resumed run's; use the same files, or start a new run"
+                raise ValueError(f"--{name} {args[name.replace('-', '_')]}: {rule}")
         for abandoned in (p for p in saved if _step_of(p) > step):  # else a later --resume auto would go on from it
             shutil.rmtree(f"{abandoned}.old", ignore_errors=True)
             abandoned.rename(f"{abandoned}.old")
@@ -166,6 +167,7 @@ def set_safe_pad(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, e
             token.content
             for i, token in tokenizer.added_tokens_decoder.items()
             if token.special
+            and i < config.vocab_size  # transformers gives some tokenizers a token that the model has no row for
             and i not in {*ends, tokenizer.bos_token_id}
             and token.content not in (tokenizer.chat_template or "")
         ]
@@ -175,8 +177,8 @@ def set_safe_pad(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, e
             tokenizer.add_special_tokens({"pad_token": f"<|pad_{len(tokenizer)}|>"})
         else:
             raise ValueError(
-                f"--model: its pad token ({tokenizer.pad_token}) may end a response, and its vocabulary has neither a "
-                "reserved token nor a free id; give its tokenizer a pad_token of its own"
+                f"--model {tokenizer.name_or_path}: its pad token ({tokenizer.pad_token}) may end a response, and its "
+                "vocabulary has neither a reserved token nor a free id; give its tokenizer a pad_token of its own"
             )
     return tokenizer.pad_token_id
 

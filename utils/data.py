@@ -33,7 +33,7 @@ def _find_files(files: str | list[str], flag: str) -> list[str]:
     """Absolute paths, sorted, so that a uid does not depend on how or in which order the files were named."""
     if isinstance(files, str):
         files = [files] if os.path.exists(files) else [part.strip() for part in files.split(",")]
-    works = "a path, a glob or several with commas; python -m utils.data gsm8k --out data/gsm8k makes one"
+    works = "a path, a glob or several with commas; python -m utils.data {gsm8k,hh-rlhf} --out FOLDER makes some"
     found = []
     for name in map(os.path.expanduser, files):
         paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
@@ -66,7 +66,8 @@ def _check_columns(schema: pa.Schema, path: str, flag: str, texts: tuple[str, ..
 
     for name in texts:
         if name not in types:
-            raise ValueError(f"{flag} {path}: no column `{name}`; its columns are {', '.join(types)}")
+            rule = f"it must have {', '.join(texts)}"
+            raise ValueError(f"{flag} {path}: no column `{name}`; its columns are {', '.join(types)}; {rule}")
         if not is_text(types[name]) and not is_messages(types[name]):
             rule = "it must be a string or a list of {role: string, content: string}"
             raise ValueError(f"{flag} {path}: column `{name}` is {types[name]}; {rule}")

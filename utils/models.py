@@ -1,6 +1,7 @@
 """Load a Hugging Face model onto FSDP2 shards: configuration, tokenizer, weights, and what is refused of each."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -33,29 +34,47 @@ def has_scalar_head(config: PreTrainedConfig) -> bool:
     return config.num_labels == 1 and any(n.endswith("ForSequenceClassification") for n in config.architectures or [])
 
 
-def load_config(path: str, flag: str = "--model") -> PreTrainedConfig:
+def named(flag: str, path: str) -> str:
+    """`--flag path` as the user writes it; "--reward model:" is the flag and the beginning of its value."""
+    return flag + path if flag.endswith(":") else f"{flag} {path}"
+
+
+def load_config(path: str, flag: str = "--model", head: Literal["lm", "scalar", "any"] = "lm") -> PreTrainedConfig:
     """The model's config, refused where the packed forward would not compute what the model defines.
 
-    Raises: ValueError for a missing or unusable folder, or an architecture this cannot run.
+    Args: head: what the folder must hold: a causal LM, a reward model, or either of the two.
+    Raises: ValueError for a missing or unusable folder, another head, or an architecture this cannot run.
     """
+    name = named(flag, path)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{flag} {path}: not a Hugging Face model folder or Hub name ({str(error).splitlines()[0]}); "
+            f"{name}: not a Hugging Face model folder or Hub name ({str(error).splitlines()[0]}); "
             "a folder with config.json, tokenizer and safetensors works, or Qwen/Qwen2.5-0.5B-Instruct"
         ) from error
     if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("*.bin")):
-        raise ValueError(f"{flag} {path}: has no weights (*.safetensors or *.bin); a folder of save_pretrained works")
+        raise ValueError(f"{name}: has no weights (*.safetensors or *.bin); a folder of save_pretrained works")
     for knob in LOGIT_KNOBS:
         if getattr(config, knob, None) not in (None, 1.0):
-            raise ValueError(f"{flag} {path}: {knob} is not computed by the packed head; a Qwen or Llama model works")
+            raise ValueError(f"{name}: {knob} is not computed by the packed head; a Qwen or Llama model works")
+    kinds = config.architectures or []
+    is_lm = all(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
+    is_scalar = has_scalar_head(config)
+    fits, wanted, works = {
+        "lm": (is_lm, "be a causal LM", "Qwen/Qwen2.5-0.5B-Instruct"),
+        "scalar": (is_scalar, "have a scalar head", "a folder written by reward_model_bt.py"),
+        "any": (is_lm or is_scalar, "be a causal LM or have a scalar head", "Qwen/Qwen2.5-0.5B-Instruct"),
+    }[head]
+    if not fits:
+        labels = "" if is_lm else f" of {config.num_labels} label(s)"
+        raise ValueError(f"{name}: must {wanted}, and is {', '.join(kinds) or 'unnamed'}{labels}; {works} works")
     return config
 
 
 def load_tokenizer(path: str, flag: str = "--model") -> PreTrainedTokenizerBase:
     """Raises: ValueError when the model comes without a tokenizer."""
-    missing = f"{flag} {path}: has no usable tokenizer; a folder with tokenizer.json works"
+    missing = f"{named(flag, path)}: has no usable tokenizer; a folder with tokenizer.json works"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -65,22 +84,34 @@ def load_tokenizer(path: str, flag: str = "--model") -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether every id of `tokenizer` means the same to `other`, which may have more (a reward model's pad token)."""
-    return tokenizer.get_vocab().items() <= other.get_vocab().items()
+def same_vocabulary(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether a text has the same ids in both. Pad tokens aside: a reward model may have got one of its own."""
+    pads = {one.pad_token, other.pad_token}
+    first, second = ({k: v for k, v in t.get_vocab().items() if k not in pads} for t in (one, other))
+    return first == second
 
 
-def check_sibling(path: str, flag: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+def check_positions(path: str, flag: str, config: PreTrainedConfig, longest: int) -> None:
+    """Refuse a model with fewer positions than `longest`, prompt + response in tokens. Raises: ValueError."""
+    if config.max_position_embeddings < longest:
+        raise ValueError(
+            f"{named(flag, path)}: has {config.max_position_embeddings} positions, and must have those of "
+            f"--max-prompt-len + --max-response-len; a model with {longest} or more works"
+        )
+
+
+def check_sibling(
+    path: str, flag: str, tokenizer: PreTrainedTokenizerBase, longest: int, head: Literal["lm", "any"] = "lm"
+) -> None:
     """Refuse a model that cannot read the policy's token ids: another vocabulary, or fewer positions than `longest`.
 
+    Args: head: see `load_config`.
     Raises: ValueError.
     """
-    if not same_ids(tokenizer, load_tokenizer(path, flag)):
+    config = load_config(path, flag, head)
+    if not same_vocabulary(load_tokenizer(path, flag), tokenizer):
         raise ValueError(f"{flag} {path}: has another vocabulary than --model; one of the same family works")
-    if (positions := load_config(path, flag).max_position_embeddings) < longest:
-        raise ValueError(
-            f"{flag} {path}: has {positions} positions for --max-prompt-len + --max-response-len {longest}"
-        )
+    check_positions(path, flag, config, longest)
 
 
 def end_of_sequence_ids(path: str, config, tokenizer) -> list[int]:
@@ -115,15 +146,8 @@ def load_scalar(
         None: the folder must bring the head.
     Raises: ValueError when the head is not scalar, or the folder's weights do not fill the model.
     """
-    config = load_config(path, flag)
-    kinds = config.architectures or []
-    if not has_scalar_head(config):
-        if head_std is None or not all(kind.endswith("ForCausalLM") for kind in kinds):
-            raise ValueError(
-                f"{flag} {path}: must have a scalar head, and is {', '.join(kinds) or 'of no named architecture'} with "
-                f"{config.num_labels} labels; a folder written by reward_model_bt.py works"
-            )
-        config.num_labels = 1
+    config = load_config(path, flag, "scalar" if head_std is None else "any")
+    config.num_labels = 1
 
     def new_head(source: nn.Module, missing: list[str]) -> list[str]:
         if "score.weight" in missing and head_std is not None:
@@ -160,7 +184,7 @@ def _load(
     with init_empty_weights(include_buffers=False):  # parameters on meta; buffers (rotary tables) real
         lm = wrapper.auto_class.from_config(config, dtype=master_dtype, attn_implementation="packed")
     if not lm._supports_attention_backend:
-        raise ValueError(f"{flag} {path}: {type(lm).__name__} takes no attention function; Qwen2 or Llama works")
+        raise ValueError(f"{named(flag, path)}: {type(lm).__name__} takes no attention function; Qwen2 or Llama works")
     model = wrapper(lm, saved_dtype).train(trainable).requires_grad_(trainable)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -191,7 +215,7 @@ def _load(
                 path, config=config, dtype=master_dtype, output_loading_info=True
             )
             if missing := fill(source, sorted(info["missing_keys"])):
-                raise ValueError(f"{flag} {path}: weights missing from the folder, {missing[:3]} among them")
+                raise ValueError(f"{named(flag, path)}: weights missing from the folder, {missing[:3]} among them")
             full = wrapper(source).state_dict()
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return model

@@ -177,7 +177,7 @@ def load_pairs(
     with fail_together():
         if tokenizer.eos_token_id is None:
             rule = "every response must end in one; set eos_token in its tokenizer_config.json"
-            raise ValueError(f"--model: the tokenizer has no end-of-sequence token, {rule}")
+            raise ValueError(f"--model {tokenizer.name_or_path}: the tokenizer has no end-of-sequence token, {rule}")
         data = PromptData(files, flag, ("prompt", "chosen", "rejected"))
         limits = (max_prompt_len, max_response_len)
         mine = check_rows(data, tokenizer, limits, (dist.get_rank(), dist.get_world_size()))

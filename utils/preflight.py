@@ -8,33 +8,50 @@ import math
 
 def flag(name: str, flags: dict) -> str:
     """`--name value`, as the user writes it."""
-    return f"--{name.replace('_', '-')} {flags[name]}"
+    word, value = name.replace("_", "-"), flags[name]
+    return f"--{word} {value}" if not isinstance(value, bool) else f"--{word}" if value else f"--no-{word}"
 
 
-def check_flags(
-    flags: dict, default: dict, positive: str, not_negative: str, idle: dict[str, tuple[str, bool]]
-) -> None:
+POSITIVE = (  # names in any script
+    "num_epochs prompts_per_step pairs_per_step group_size max_prompt_len max_response_len kv_cache_gib max_num_seqs "
+    "reward_workers reward_timeout_s update_epochs max_grad_norm max_tokens_per_gpu correction_cap kl_target kl_horizon"
+)
+NOT_NEGATIVE = (
+    "num_steps save_every eval_every minibatch_size lr critic_lr warmup_steps critic_warmup_steps weight_decay "
+    "clip_low clip_high dual_clip value_clip entropy_coef kl_coef centring_coef score_clip missing_eos_penalty "
+    "verify_sync"
+)
+
+
+def check_flags(flags: dict, default: dict, idle: list[tuple[str, bool, str]]) -> None:
     """Ranges, and flags without effect.
 
-    Args: positive, not_negative: names, separated by spaces. idle: flag -> (what makes it idle, whether that is so); an
-        idle flag that differs from its default is an error.
+    Args: idle: (what makes flags idle, whether that is so, their names); an idle flag that differs from its default is
+        an error.
     Raises: ValueError.
     """
-    for name in positive.split():
+    for name in (n for n in POSITIVE.split() if n in flags):
         if not (flags[name] > 0 and math.isfinite(flags[name])):
             raise ValueError(f"{flag(name, flags)}: must be above 0; the default is {default[name]}")
-    for name in not_negative.split():
+    for name in (n for n in NOT_NEGATIVE.split() if n in flags):
         if not (flags[name] >= 0 and math.isfinite(flags[name])):
             raise ValueError(f"{flag(name, flags)}: must not be below 0; the default is {default[name]}")
     if not 0.01 <= flags.get("temperature", 1.0) <= 2:  # below, vLLM samples at 0.01 instead
         raise ValueError(f"{flag('temperature', flags)}: must be from 0.01 to 2, vLLM's limits; 1.0 works")
-    for name, example in (("train_files", "data/gsm8k/train.parquet"), ("reward", "gsm8k")):
+    for name, example in (("train_files", "data/train.parquet"), ("reward", "gsm8k")):
         if not flags.get(name, example):
             word = f"--{name.replace('_', '-')}"
             raise ValueError(f"{word}: must be given with {flag('model', flags)}; {word} {example}, for example")
-    for name, (cause, is_idle) in idle.items():
-        if is_idle and flags[name] != default[name]:
-            raise ValueError(f"{flag(name, flags)}: has no effect with {cause}; leave one of the two out")
+    everywhere = [
+        ("--num-steps above 0", flags["num_steps"] > 0, "num_epochs"),
+        ("no --val-files", not flags["val_files"], "eval_every eval_reward"),
+        ("--rollout-correction none", flags.get("rollout_correction") == "none", "correction_cap"),
+        ("--replay, which makes no rollouts", bool(flags.get("replay")), "record"),
+    ]
+    for cause, is_idle, names in everywhere + idle:
+        for name in names.split() if is_idle else []:
+            if flags.get(name, default.get(name)) != default.get(name):
+                raise ValueError(f"{flag(name, flags)}: has no effect with {cause}; leave it out")
     if flags["resume"] == "auto" and not flags["run_dir"]:
         raise ValueError("--resume auto: needs the --run-dir to look in; --run-dir runs/NAME")
 

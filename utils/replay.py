@@ -6,19 +6,15 @@ grpo_fsdp.py --replay runs/a/rollouts ...            the same run from the files
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 
+from hybrid_engine import Rollout, Sampling, SyncReport
 from utils.data import PromptData
 from utils.dist import all_gather, stop
-from utils.reward_pool import Score
-
-if TYPE_CHECKING:
-    from hybrid_engine import Rollout, Sampling
 
 COLUMNS = pa.schema([
     ("uid", pa.int64()), ("sample", pa.int64()), ("prompt_ids", pa.list_(pa.int64())),
@@ -28,7 +24,7 @@ COLUMNS = pa.schema([
 
 
 def record_rollouts(
-    folder: Path, step: int, rollouts: list["Rollout"], scores_B: torch.Tensor, judged_B: torch.Tensor
+    folder: Path, step: int, rollouts: list[Rollout], scores_B: torch.Tensor, judged_B: torch.Tensor
 ) -> None:
     """Write all ranks' responses of a step, with the scores they were trained by, to step_N.parquet (collective)."""
     mine = [
@@ -54,12 +50,10 @@ class Replay:
         self.folder, self.device = Path(folder), device
         if not any(self.folder.glob("step_*.parquet")):
             raise ValueError(f"--replay {folder}: must hold step_N.parquet files, as --record writes them")
-        self._scores: dict[int, Score] = {}
+        self._scores: dict[int, float] = {}
 
-    def rollout(self, source: PromptData, uids: list[int], n: int, step: int, sampling: "Sampling") -> list["Rollout"]:
+    def rollout(self, source: PromptData, uids: list[int], n: int, step: int, sampling: Sampling) -> list[Rollout]:
         """The responses that were recorded for these prompts at this step."""
-        from hybrid_engine import Rollout
-
         path, self._scores, rollouts = self.folder / f"step_{step}.parquet", {}, []
         if not path.is_file():
             stop(f"--replay {self.folder}: step {step} was not recorded; --num-steps {step - 1} works")
@@ -73,17 +67,31 @@ class Replay:
         for key in ((uid, i) for uid in uids for i in range(n)):
             row = rows[key]
             rollout = Rollout(*(row[name] for name in Rollout.__dataclass_fields__))
-            self._scores[id(rollout)] = Score(row["score"], None if row["judged"] else "unjudged")
+            self._scores[id(rollout)] = row["score"] if row["judged"] else torch.nan
             rollouts.append(rollout)
         return rollouts
 
-    def rule_scores(self, rollouts: list["Rollout"], what: str) -> list[Score]:
-        """The recorded scores."""
-        return [self._scores[id(r)] for r in rollouts]
+    def rule_scores(self, rollouts: list[Rollout], what: str) -> torch.Tensor:
+        """The recorded scores, NaN where there was none. Shapes: [B] float64."""
+        return torch.tensor([self._scores[id(r)] for r in rollouts], dtype=torch.float64, device=self.device)
 
-    def model_scores(self, rollouts: list["Rollout"], source: PromptData) -> torch.Tensor:
+    def model_scores(self, rollouts: list[Rollout], source: PromptData) -> torch.Tensor:
         """Zeros: what reward models said is in the recorded scores. Shapes: [B] float64."""
         return torch.zeros(len(rollouts), dtype=torch.float64, device=self.device)
+
+    def sync_weights(self, policy: torch.nn.Module) -> SyncReport:
+        """Nothing: there is no engine to bring up to date."""
+        return SyncReport(0.0, 0.0, 0)
+
+    def verify_sync(self, policy: torch.nn.Module) -> float:
+        """Nothing to prove."""
+        return 0.0
+
+    def sleep(self, what: str) -> None:
+        """Nothing to give back."""
+
+    def wake(self) -> None:
+        """Nothing to take back."""
 
     def close(self) -> None:
         """End the process group, which the engine does in a run that has one."""

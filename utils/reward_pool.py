@@ -72,7 +72,7 @@ def _die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def _worker(rewards_json: str, parent: int, cwd: str) -> None:
+def _worker(rewards_json: str, parent: int, cwd: str, flag: str) -> None:
     """Load the rewards, say so, then answer one JSON line for each that comes, until there are none."""
     _die_with_parent(parent)
     # The protocol moves to descriptors of its own: a print of the user's goes to stderr, an input() finds nothing, and
@@ -90,7 +90,7 @@ def _worker(rewards_json: str, parent: int, cwd: str) -> None:
             out.flush()
 
         try:
-            rewards = [(name, weight, load_reward(name)) for name, weight in json.loads(rewards_json)]
+            rewards = [(name, weight, load_reward(name, flag)) for name, weight in json.loads(rewards_json)]
         except ValueError as error:
             send({"load_error": str(error)})
             return
@@ -135,9 +135,9 @@ def _ask(process: subprocess.Popen, line: bytes, limit_s: float) -> tuple[dict |
     return (json.loads(reply) if reply.endswith(b"\n") else None), passed.is_set()
 
 
-def rules_of(spec: str) -> list[tuple[str, float]]:
+def rules_of(spec: str, flag: str = "--reward") -> list[tuple[str, float]]:
     """The parts of a `--reward` value that are functions, not reward models."""
-    return [(name, weight) for name, weight in parse_rewards(spec) if not name.startswith("model:")]
+    return [(name, weight) for name, weight in parse_rewards(spec, flag) if not name.startswith("model:")]
 
 
 class RewardPool:
@@ -146,19 +146,19 @@ class RewardPool:
     `submit` returns a Future of a Score. A worker's whole process group is killed, so what a reward function started
     goes with it. The clock of a call starts when a ready worker gets it; loading the user's file has START_LIMIT_S.
 
-    Units: timeout_s in seconds of wall clock.
+    Args: flag: the one that an error names. Units: timeout_s in seconds of wall clock.
     Raises: ValueError on a wrong `spec`; from a Future, where a worker cannot load the rewards (see check_reward).
     """
 
-    def __init__(self, spec: str, num_workers: int, timeout_s: float):
+    def __init__(self, spec: str, num_workers: int, timeout_s: float, flag: str = "--reward"):
         assert num_workers >= 1 and timeout_s > 0, (num_workers, timeout_s)
         rewards = []
-        for name, weight in rules_of(spec):
+        for name, weight in rules_of(spec, flag):
             path, colon, function = name.rpartition(":")  # a built-in name has no path
             rewards.append((f"{Path(path).expanduser().resolve()}:{function}" if colon else name, weight))
-        self.spec, self.timeout_s = spec, timeout_s
+        self.spec, self.timeout_s, self.flag = spec, timeout_s, flag
         self._command = [sys.executable, "-m", "utils.reward_pool", "--worker"]
-        self._command += [json.dumps(rewards), str(os.getpid()), os.getcwd()]
+        self._command += [json.dumps(rewards), str(os.getpid()), os.getcwd(), flag]
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._lock, self._closed, self._live = threading.Lock(), False, set()
         self._timeouts = 0  # in a row, over all workers
@@ -249,7 +249,7 @@ class RewardPool:
             code = self._end(process)
             late = f"did not load within {START_LIMIT_S:g} s"
             gone = late if passed else f"ended its process while loading (status {code})"
-            raise ValueError(reply["load_error"] if reply else f"--reward {self.spec}: {gone}")
+            raise ValueError(reply["load_error"] if reply else f"{self.flag} {self.spec}: {gone}")
         return process
 
     def _end(self, process: subprocess.Popen) -> int:
@@ -264,21 +264,21 @@ class RewardPool:
         return code
 
 
-def check_reward(spec: str, row: dict, timeout_s: float, flag: str = "--train-files") -> None:
-    """Score an empty response to a real row (of `flag`) once: a broken reward is found before any model loads.
+def check_reward(spec: str, row: dict, timeout_s: float, rows: str = "--train-files", flag: str = "--reward") -> None:
+    """Score an empty response to a real row (of `rows`) once: a broken reward is found before any model loads.
 
     Raises: ValueError where the reward does not load, raises, hangs, dies, or returns something other than a finite
     number or None.
     """
-    if not rules_of(spec):
+    if not rules_of(spec, flag):
         return
-    with RewardPool(spec, 1, timeout_s) as pool:
+    with RewardPool(spec, 1, timeout_s, flag) as pool:
         score = pool.submit("", row).result()
     if score.error not in (None, "unjudged"):
         rule = f"a reward must return a finite float or None for any string within {timeout_s:g} s"
-        raise ValueError(f"--reward {spec}: a trial call on {flag}, empty response, failed ({score.message}); {rule}")
+        raise ValueError(f"{flag} {spec}: a trial call on {rows}, empty response, failed ({score.message}); {rule}")
 
 
 if __name__ == "__main__":
     assert sys.argv[1] == "--worker", "run by RewardPool"
-    _worker(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    _worker(sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

@@ -75,8 +75,10 @@ _FORMS = f"one of {', '.join(REWARDS)}, path/to/file.py:function, or model:path/
 # ---- specs ----
 
 
-def parse_rewards(spec: str) -> list[tuple[str, float]]:
+def parse_rewards(spec: str, flag: str = "--reward") -> list[tuple[str, float]]:
     """(name, weight) of each part of a `--reward` value; a weight that is not given is 1.
+
+    Args: flag: the one that an error names.
 
     Raises: ValueError on an empty part, a weight that is no finite number, or a form that is not known.
     """
@@ -85,20 +87,20 @@ def parse_rewards(spec: str) -> list[tuple[str, float]]:
         path, dot_py, rest = ("", "model:", part[6:]) if part.startswith("model:") else part.rpartition(".py:")
         name, _, weight = rest.partition(":")
         if not name:
-            raise ValueError(f"--reward {spec!r}: a part without a name; use {_FORMS}, separated by commas")
+            raise ValueError(f"{flag} {spec!r}: a part without a name; use {_FORMS}, separated by commas")
         if not dot_py and name not in REWARDS:
-            raise ValueError(f"--reward {part}: unknown reward; use {_FORMS}")
+            raise ValueError(f"{flag} {part}: unknown reward; use {_FORMS}")
         try:
             value = float(weight) if weight else 1.0
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise ValueError(f"--reward {part}: the weight must be a finite number; {path}{dot_py}{name}:1.0 works")
+            raise ValueError(f"{flag} {part}: the weight must be a finite number; {path}{dot_py}{name}:1.0 works")
         rewards.append((path + dot_py + name, value))
     return rewards
 
 
-def load_reward(spec: str) -> Callable[[str, dict], float | None]:
+def load_reward(spec: str, flag: str = "--reward") -> Callable[[str, dict], float | None]:
     """The reward function that `spec` names: "gsm8k", "tiny", or "path/to/file.py:function" (runs that file).
 
     Raises: ValueError where the name is unknown, or the file is missing, does not run, or lacks such a function.
@@ -108,9 +110,9 @@ def load_reward(spec: str) -> Callable[[str, dict], float | None]:
     path, _, name = spec.rpartition(":")
     file = Path(path).expanduser().resolve()
     if not path.endswith(".py"):
-        raise ValueError(f"--reward {spec}: unknown reward; use {_FORMS}")
+        raise ValueError(f"{flag} {spec}: unknown reward; use {_FORMS}")
     if not file.is_file():
-        raise ValueError(f"--reward {spec}: there is no file {file}; use {_FORMS}")
+        raise ValueError(f"{flag} {spec}: there is no file {file}; use {_FORMS}")
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # the file may import its neighbours; last, so that it shadows nothing
     module_spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
@@ -119,12 +121,12 @@ def load_reward(spec: str) -> Callable[[str, dict], float | None]:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # anything at all can be wrong with a user's file; it is named, not hidden
-        raise ValueError(f"--reward {spec}: the file does not load: {describe(error)}") from error
+        raise ValueError(f"{flag} {spec}: the file does not load: {describe(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         found = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         wrong = "has no function" if function is None else "has something that cannot be called under the name"
-        raise ValueError(f"--reward {spec}: {file} {wrong} {name}; it has {', '.join(found) or 'none'}")
+        raise ValueError(f"{flag} {spec}: {file} {wrong} {name}; it has {', '.join(found) or 'none'}")
     return function
 
 

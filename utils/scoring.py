@@ -4,6 +4,7 @@ A rule starts on a response the moment it ends, while others still generate; a r
 and scores whole batches on the device.
 """
 
+import sys
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from utils.data import PromptData, encode_prompt
+from utils.data import PromptData, encode_prompt, find_overlong
 from utils.dist import all_gather, stop
 from utils.metrics import Metrics, append_jsonl
-from utils.models import ScalarModel, has_scalar_head, load_config, load_scalar, load_tokenizer, same_ids
+from utils.models import ScalarModel, check_positions, load_config, load_scalar, load_tokenizer, same_vocabulary
 from utils.packing import pack, plan_together, to_device
 from utils.preferences import Tokens, encode_response
-from utils.reward_pool import RewardPool, Score, rules_of
+from utils.reward_pool import RewardPool, check_reward, rules_of
 from utils.rewards import parse_rewards
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ class RewardModel:
     std: float
 
 
-def _models_of(spec: str) -> list[tuple[str, float]]:
+def _models_of(spec: str, flag: str) -> list[tuple[str, float]]:
     """(path, weight) of each `model:PATH`."""
-    parts = parse_rewards(spec) if spec else []
+    parts = parse_rewards(spec, flag) if spec else []
     return [(name.removeprefix("model:"), weight) for name, weight in parts if name.startswith("model:")]
 
 
@@ -49,40 +50,49 @@ def check_reward_models(spec: str, tokenizer, longest: int, normalize: bool = Fa
 
     Raises: ValueError.
     """
-    for path, _ in _models_of(spec):
-        name = f"model:{path}"
-        config, own = load_config(path, f"{flag} model:"), load_tokenizer(path, f"{flag} model:")
-        if not has_scalar_head(config):
+    for path, _ in _models_of(spec, flag):
+        prefix = f"{flag} model:"
+        config, own = load_config(path, prefix, "scalar"), load_tokenizer(path, prefix)
+        if same_vocabulary(own, tokenizer):
+            check_positions(path, prefix, config, longest)
+        elif own.eos_token_id is None:
+            rule = "responses are encoded by it and must end in one; set eos_token in its tokenizer_config.json"
+            raise ValueError(f"{prefix}{path}: its tokenizer has no end-of-sequence token, {rule}")
+        if normalize and not (getattr(config, "score_std", None) or 0) > 0:
             raise ValueError(
-                f"{flag} {name}: must have a scalar head, and is {', '.join(config.architectures or ['unknown'])} with "
-                f"{config.num_labels} labels; a folder written by reward_model_bt.py works"
+                f"--normalize-scores: {path}/config.json has no score_std above 0 (nor a score_mean); train it with "
+                "--val-files, or leave this flag out"
             )
-        if same_ids(tokenizer, own) and config.max_position_embeddings < longest:
-            raise ValueError(
-                f"{flag} {name}: has {config.max_position_embeddings} positions, and --max-prompt-len + "
-                f"--max-response-len is {longest}; they must fit"
-            )
-        if normalize and not getattr(config, "score_std", None):
-            raise ValueError(
-                f"--normalize-scores: {path}/config.json has no score_mean and score_std; train it with --val-files, "
-                "or --no-normalize-scores"
-            )
+
+
+def check_scoring(spec: str, flag: str, tokenizer, data: PromptData, timeout_s: float) -> None:
+    """Call the rules on a real row, and encode this rank's share of the prompts for reward models that read other ids.
+
+    Raises: ValueError.
+    """
+    check_reward(spec, data.row(0), timeout_s, data.flag, flag)
+    for path, _ in _models_of(spec, flag):
+        own = load_tokenizer(path, f"{flag} model:")
+        if not same_vocabulary(own, tokenizer):
+            try:
+                find_overlong(data, own, sys.maxsize, (dist.get_rank(), dist.get_world_size()))
+            except ValueError as error:
+                rule = "its tokenizer must encode every prompt; a reward model trained on --model's family works"
+                raise ValueError(f"{flag} model:{path}: {rule} ({error})") from error
 
 
 def load_reward_models(
-    spec: str, tokenizer, mesh: DeviceMesh, dtype: torch.dtype, normalize: bool
+    spec: str, tokenizer, mesh: DeviceMesh, dtype: torch.dtype, normalize: bool, flag: str = "--reward"
 ) -> list[RewardModel]:
     """The reward models that a `--reward` value names, frozen and sharded over all ranks (collective).
 
     Args: normalize: scores less the mean and over the std that the model's config.json records.
     """
     models = []
-    for path, weight in _models_of(spec):
-        model = load_scalar(
-            path, mesh, flag="--reward model:", master_dtype=dtype, compute_dtype=dtype, trainable=False
-        )
+    for path, weight in _models_of(spec, flag):
+        model = load_scalar(path, mesh, flag=f"{flag} model:", master_dtype=dtype, compute_dtype=dtype, trainable=False)
         config, own = model.lm.config, load_tokenizer(path)
-        same = same_ids(tokenizer, own)
+        same = same_vocabulary(own, tokenizer)
         mean, std = (config.score_mean, config.score_std) if normalize else (0.0, 1.0)
         models.append(RewardModel(model, weight, None if same else own, config.max_position_embeddings, mean, std))
     return models
@@ -110,8 +120,8 @@ class Scorer:
     ):
         self.spec, self.engine, self.tokenizer, self.flag, self.max_tokens = spec, engine, tokenizer, flag, max_tokens
         self.device = torch.device(mesh.device_type)
-        self.models = load_reward_models(spec, tokenizer, mesh, dtype, normalize)
-        self.pool = RewardPool(spec, workers, timeout_s) if rules_of(spec) else None
+        self.models = load_reward_models(spec, tokenizer, mesh, dtype, normalize, flag)
+        self.pool = RewardPool(spec, workers, timeout_s, flag) if rules_of(spec, flag) else None
         self._futures: dict[int, Future] = {}
 
     def rollout(self, source: PromptData, uids: list[int], n: int, step: int, sampling: "Sampling") -> list["Rollout"]:
@@ -126,19 +136,21 @@ class Scorer:
         on_finish = start if self.pool else None
         return self.engine.generate(prompts, uids, n=n, step=step, sampling=sampling, on_finish=on_finish)
 
-    def rule_scores(self, rollouts: list["Rollout"], what: str) -> list[Score]:
-        """The rules' weighted sum for each rollout, waited for; 0 where there is no rule (collective).
+    def rule_scores(self, rollouts: list["Rollout"], what: str) -> torch.Tensor:
+        """The rules' weighted sum for each rollout, waited for; 0 without a rule, NaN where one could not judge.
 
-        Ends the run where not one response of any rank could be judged. `what`: the rollouts' name in that message.
+        Ends the run where not one response of any rank could be judged; `what` names them in that message (collective).
+        Shapes: [B] float64.
         """
         if self.pool is None:
-            return [Score(0.0)] * len(rollouts)
+            return torch.zeros(len(rollouts), dtype=torch.float64, device=self.device)
         scores = [self._futures.pop(id(r)).result() for r in rollouts]
         failures = all_gather((len(scores), [s.message for s in scores if s.error is not None]))
         if sum(count for count, _ in failures) == sum(len(messages) for _, messages in failures):
             message = next(messages[0] for _, messages in failures if messages)
             stop(f"{self.flag} {self.spec}: failed on all responses of {what}: {message}")
-        return scores
+        values = [s.value if s.error is None else torch.nan for s in scores]
+        return torch.tensor(values, dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
     def model_scores(self, rollouts: list["Rollout"], source: PromptData) -> torch.Tensor:
@@ -149,12 +161,15 @@ class Scorer:
         """
         total_B = torch.zeros(len(rollouts), dtype=torch.float64, device=self.device)
         for reward in self.models:
-            sequences, limit = rollouts, min(reward.max_len, self.max_tokens)
+            sequences = rollouts
             if reward.tokenizer is not None:
                 sequences = [self._reencode(reward.tokenizer, r, source.row(r.uid)) for r in rollouts]
-            fits = [i for i, s in enumerate(sequences) if len(s.prompt_ids) + len(s.response_ids) <= limit]
+            lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
+            fits = [i for i, length in enumerate(lengths) if length <= reward.max_len]
+            # re-encoded, one may be longer than a micro-batch: it gets one of its own, the numbers stay the same
+            budget = max([self.max_tokens, *(lengths[i] for i in fits)])
             scores_B = torch.full_like(total_B, torch.nan)
-            for part in plan_together(sequences, fits, self.max_tokens)[0]:
+            for part in plan_together(sequences, fits, budget)[0]:
                 packed = pack([sequences[i] for i in part], self.device)
                 scores_B[to_device(part, self.device)] = reward.model(packed)[1].double()
             total_B += reward.weight * (scores_B - reward.mean) / reward.std
@@ -174,14 +189,13 @@ class Scorer:
         rank = dist.get_rank()
         share = list(range(rank, len(val), dist.get_world_size()))
         rollouts = self.rollout(val, share, 1, step, sampling)
-        scores = self.rule_scores(rollouts, f"the evaluation at step {step}")
-        assert sum(all_gather(len(scores))) == len(val), "not every held-out prompt was evaluated"
-        values = [m + s.value for m, s in zip(self.model_scores(rollouts, val).tolist(), scores, strict=True)]
-        judged = [s.error is None and v - v == 0 for s, v in zip(scores, values, strict=True)]
+        scores_B = self.rule_scores(rollouts, f"the evaluation at step {step}") + self.model_scores(rollouts, val)
+        assert sum(all_gather(len(scores_B))) == len(val), "not every held-out prompt was evaluated"
         # DETAIL: a response without a score counts as 0 here, because leaving it out would flatter the policy.
-        values = [v if ok else 0.0 for v, ok in zip(values, judged, strict=True)]
-        metrics.add("eval/score", sum(values), len(values))
-        metrics.add("eval/error_frac", len(judged) - sum(judged), len(judged))
+        judged_B = scores_B.isfinite()
+        scores_B = torch.where(judged_B, scores_B, 0.0)
+        metrics.add("eval/score", scores_B.sum(), len(rollouts))
+        metrics.add("eval/error_frac", (~judged_B).sum(), len(rollouts))
         metrics.add("eval/response_len", sum(len(r.response_ids) for r in rollouts), len(rollouts))
         metrics.add("eval/truncated_frac", sum(r.finish_reason == "length" for r in rollouts), len(rollouts))
         if rank == 0:
@@ -194,7 +208,7 @@ class Scorer:
                     "score": value,
                     "finish_reason": r.finish_reason,
                 }
-                for r, value in list(zip(rollouts, values, strict=True))[:8]
+                for r, value in zip(rollouts[:8], scores_B[:8].tolist(), strict=True)
             ]
             append_jsonl(samples, *rows)
 
