@@ -59,7 +59,7 @@ from utils.models import check_sibling, end_of_sequence_ids, load_config, load_p
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
-from utils.replay import Replay, record_rollouts
+from utils.replay import Replay, check_replay, record_rollouts
 from utils.scoring import Scorer, check_reward_models, check_scoring
 
 
@@ -299,6 +299,7 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> None:
             f"--group-size {args.group_size}: must be 2 or more, one response has no group to compare with; 8 works"
         )
     # [shared: checks]
+    check_replay(args.replay)
     longest = args.max_prompt_len + args.max_response_len
     check_divides(flags, "prompts_per_step", world_size)
     check_minibatch(flags)

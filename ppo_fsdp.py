@@ -73,7 +73,7 @@ from utils.models import (
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
-from utils.replay import Replay, record_rollouts
+from utils.replay import Replay, check_replay, record_rollouts
 from utils.scoring import Scorer, check_reward_models, check_scoring
 
 
@@ -421,6 +421,7 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> None:
     if 0 < args.dual_clip <= 1:
         raise ValueError(f"--dual-clip {args.dual_clip}: must be above 1, or 0 for no bound; 3.0 works")
     # [shared: checks]
+    check_replay(args.replay)
     longest = args.max_prompt_len + args.max_response_len
     check_divides(flags, "prompts_per_step", world_size)
     check_minibatch(flags)

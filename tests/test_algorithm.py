@@ -1,9 +1,11 @@
 """GRPO's own functions against numbers worked out by hand, and against exact gradients."""
 
+import numpy as np
 import pytest
 import torch
 
-from grpo_fsdp import group_advantages, kl_loss, learning_rate, policy_loss
+from grpo_fsdp import correction_weights, group_advantages, kl_loss, learning_rate, policy_loss
+from utils.metrics import mismatch
 
 
 def close(tensor, expected, tolerance=1e-5):
@@ -102,3 +104,36 @@ def test_learning_rate():
     assert rates("constant", 2) == [0.5, 1, 1, 1]
     assert rates("cosine", 2) == pytest.approx([0.5, 1.0, 0.75, 0.25])
     assert all(a >= b > 0 for a, b in zip(rates("cosine", 0), rates("cosine", 0)[1:], strict=False))
+
+
+OLD, ENGINE = [[-1.0, -2.0, -0.5]], [[-1.1, -3.0, -0.45]]  # w = 1.10517, 2.71828, 0.95123; their product 2.85765
+
+
+def correct(kind, cap, length=3):
+    mask = torch.arange(3) < torch.tensor([[length]])
+    weights, kept = correction_weights(torch.tensor(OLD), torch.tensor(ENGINE), mask, kind, cap)
+    return weights[0], kept.tolist()
+
+
+def test_correction_weights_golden():
+    weights, kept = correct("token-tis", 2.0)
+    close(weights, [1.10517, 2.0, 0.95123])
+    assert kept == [True]
+    for cap, keep in ((3.0, True), (2.0, False)):
+        weights, kept = correct("seq-mask", cap)
+        close(weights, [2.85765] * 3)
+        assert kept == [keep]
+    weights, kept = correct("seq-mask", 2.0, length=1)  # what stands on the padding does not count
+    close(weights[:1], [1.10517])
+    assert kept == [True]
+
+
+def test_mismatch_golden(process_group):
+    mask = torch.tensor([[True, True, True, False]])
+    old, engine = torch.tensor([OLD[0] + [9.0]]), torch.tensor([ENGINE[0] + [0.0]])
+    figures = mismatch(old, engine, mask)
+    assert figures["rollout/ratio_k3"] == pytest.approx(0.24156, abs=1e-5)
+    assert figures["rollout/ess"] == pytest.approx(0.79863, abs=1e-5)
+    assert figures["rollout/logprob_diff_max"] == pytest.approx(1.0)
+    assert figures["rollout/logprob_diff_mean"] == pytest.approx((0.1 + 1.0 + 0.05) / 3)
+    assert figures["rollout/ratio_p99"] == pytest.approx(np.quantile([1.10517, 2.71828, 0.95123], 0.99), abs=1e-5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SHARED, needs_shared, run, torchrun
-from test_runs import LR, STEPS, rows, same_run, weights
+from test_runs import LR, STEPS, recorded, replay, rows, same_run, weights
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
     tiny.make_data(folder / "data")
     make_pairs(folder / "data")
     start(*reward_model(folder, "rm", "--save-every", 6))
-    start(*ppo(folder, "straight"), "--save-every", 1)
+    start(*ppo(folder, "straight"), "--save-every", 1, "--record", folder / "rollouts")
     return folder
 
 
@@ -94,6 +94,13 @@ def test_the_straight_run_trained_both_models_and_steered_the_kl(folder):
 def test_two_ranks_are_one_rank(folder):
     torchrun(2, *ppo(folder, "replicas"), "--max-tokens-per-gpu", 60)
     same_run(folder / "replicas", folder / "straight")
+
+
+def test_replayed_is_recorded_to_the_bit(folder):
+    replay(folder, "replayed", ppo)
+    assert recorded(folder / "replayed") == recorded(folder / "straight")
+    straight, replayed = weights(folder / "straight"), weights(folder / "replayed")
+    assert all(np.array_equal(replayed[name], straight[name]) for name in straight)
 
 
 def test_tensor_parallel_checkpointing_and_critic_warmup(folder):

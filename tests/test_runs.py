@@ -1,6 +1,7 @@
 """grpo_fsdp.py as a user runs it: layouts and system flags do not change the numbers; resuming; real GSM8K rows."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -24,7 +25,8 @@ def folder(tmp_path_factory):
     generation = {**json.loads((folder / "model/generation_config.json").read_text()), "temperature": 0.7, "top_p": 0.8}
     (folder / "model/generation_config.json").write_text(json.dumps(generation))
     tiny.make_data(folder / "data")
-    result = run([sys.executable, *command(folder, "straight"), "--save-every", 1])
+    straight = [*command(folder, "straight"), "--save-every", 1, "--record", folder / "rollouts", "--verify-sync", 2]
+    result = run([sys.executable, *straight])
     assert result.returncode == 0, result.stderr[-4000:]
     (folder / "straight.log").write_text(result.stdout + result.stderr)
     return folder
@@ -107,6 +109,43 @@ def test_system_flags_do_not_change_the_numbers(folder, name, flags):
 def test_two_ranks_are_one_rank(folder, name, flags):
     torchrun(2, *command(folder, name), *flags)
     same_run(folder / name, folder / "straight")
+
+
+def replay(folder, name, command, ranks=1):
+    """The recorded run again, on a machine without vLLM: importing it fails. Its held-out prompts are left out."""
+    (folder / "no_vllm/vllm").mkdir(parents=True, exist_ok=True)
+    (folder / "no_vllm/vllm/__init__.py").write_text("raise ImportError('a replay has no engine')")
+    command = [*command(folder, name), "--replay", folder / "rollouts"]
+    env = {"PYTHONPATH": f"{folder}/no_vllm:{ROOT}"}
+    result = run([sys.executable, *command], **env) if ranks == 1 else torchrun(ranks, *command, **env)
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+def recorded(run_dir):
+    """The figures of each training step that a replay has too."""
+    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "eval/"))} for row in rows(run_dir)]
+    return [row for row in kept if row["step"] > 0]
+
+
+def test_replayed_is_recorded_to_the_bit(folder):
+    replay(folder, "replayed", command)
+    assert recorded(folder / "replayed") == recorded(folder / "straight")
+    straight, replayed = weights(folder / "straight"), weights(folder / "replayed")
+    assert all(np.array_equal(replayed[name], straight[name]) for name in straight)
+    assert "time/verify_s" in rows(folder / "straight")[2] and "time/verify_s" not in rows(folder / "straight")[1]
+
+
+def test_a_replay_that_is_not_of_the_recorded_run_says_so(folder):
+    for flags, message in (
+        (["--seed", 2], r"error: --replay .*rollouts: step 1 holds no response to uid \d+, sample 0; --seed"),
+        (["--num-steps", 4], r"error: --replay .*rollouts: step 4 was not recorded; --num-steps 3 works"),
+        (["--replay", folder / "data"], r"error: --replay .*data: must hold step_N.parquet files"),
+        (["--record", folder / "x"], r"error: --record .*x: has no effect with --replay"),
+    ):
+        name = f"other{flags[0]}{flags[1]}".replace("/", "_")
+        result = run([sys.executable, *command(folder, name), "--replay", folder / "rollouts", *flags])
+        assert result.returncode == 1 and re.search(message, result.stderr), result.stderr[-2000:]
+        assert "Traceback" not in result.stderr
 
 
 def test_resumed_is_straight_to_the_bit(folder):

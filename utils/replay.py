@@ -39,17 +39,20 @@ def record_rollouts(
         os.replace(aside, folder / f"step_{step}.parquet")
 
 
+def check_replay(folder: str) -> None:
+    """Raises: ValueError where the folder of --replay holds no recorded step."""
+    if folder and not any(Path(folder).glob("step_*.parquet")):
+        raise ValueError(f"--replay {folder}: must hold step_N.parquet files; a folder that --record wrote works")
+
+
 class Replay:
     """Recorded rollouts in place of engine and scorer: their calls, those that a training step makes.
 
     Any number of ranks may replay what any number recorded: a response is found by its uid and sample.
-    Raises: ValueError where the folder holds no recorded step.
     """
 
     def __init__(self, folder: str, device: torch.device):
         self.folder, self.device = Path(folder), device
-        if not any(self.folder.glob("step_*.parquet")):
-            raise ValueError(f"--replay {folder}: must hold step_N.parquet files, as --record writes them")
         self._scores: dict[int, float] = {}
 
     def rollout(self, source: PromptData, uids: list[int], n: int, step: int, sampling: Sampling) -> list[Rollout]:
