@@ -1,6 +1,8 @@
 """The Bradley-Terry loss and its figures by hand; a score does not depend on batch mates, padding or packing."""
 
+import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -168,5 +170,11 @@ def test_a_new_head_follows_the_seed_and_an_old_one_is_read(process_group, model
     for head_std in (None, 0.0):
         again = load_scalar(str(tmp_path / "hf"), process_group, flag="-", head_std=head_std, **FLOAT32)
         torch.testing.assert_close(scores(again), scores(model))
+    config = tmp_path / "lm/config.json"  # that says there is a head, where the weights have none
+    claims = json.loads(config.read_text()) | {"architectures": ["Qwen2ForSequenceClassification"]}
+    shutil.copytree(tmp_path / "lm", tmp_path / "headless")
+    (tmp_path / "headless/config.json").write_text(json.dumps(claims | {"id2label": {"0": "LABEL_0"}}))
+    with pytest.raises(ValueError, match=r"headless: weights missing from the folder, \['score.weight'\]"):
+        load_scalar(str(tmp_path / "headless"), process_group, flag="-", head_std=0.0, **FLOAT32)
     with pytest.raises(ValueError, match=r"--reward model:.*: must have a scalar head, and is Qwen2ForCausalLM"):
         load_scalar(str(path), process_group, flag="--reward model:", **FLOAT32)

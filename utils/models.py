@@ -147,10 +147,10 @@ def load_scalar(
     Raises: ValueError when the head is not scalar, or the folder's weights do not fill the model.
     """
     config = load_config(path, flag, "scalar" if head_std is None else "any")
-    config.num_labels = 1
+    brings_head, config.num_labels = has_scalar_head(config), 1
 
     def new_head(source: nn.Module, missing: list[str]) -> list[str]:
-        if "score.weight" in missing and head_std is not None:
+        if "score.weight" in missing and not brings_head:
             generator = torch.Generator().manual_seed(seed_for("head", seed))
             source.score.weight.data.normal_(0.0, head_std, generator=generator)
             missing.remove("score.weight")
