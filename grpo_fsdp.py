@@ -56,10 +56,10 @@ from utils.dist import (
 from utils.forward import logprobs_of
 from utils.metrics import Metrics, Progress, append_jsonl, mismatch, peak_memory_gib, read_jsonl
 from utils.models import check_sibling, end_of_sequence_ids, load_config, load_policy, load_tokenizer, optimizer_step
-from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
+from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
-from utils.replay import Replay, check_replay, record_rollouts
+from utils.replay import Replay, check_replay, open_record, record_rollouts
 from utils.scoring import Scorer, check_reward_models, check_scoring
 
 
@@ -347,6 +347,8 @@ def main(args: Args) -> None:
         checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
         if done >= num_steps:
             raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done + 1} or more")
+        with fail_together():
+            open_record(args.record, done)
 
     P, G = args.prompts_per_step // world, args.group_size
     B, num_responses = P * G, args.prompts_per_step * G
@@ -389,7 +391,8 @@ def main(args: Args) -> None:
     parts = {"policy": (policy, optimizer)}
     # [/shared]
     if checkpoint:
-        load_checkpoint(checkpoint, parts)
+        with one_line_errors():
+            load_checkpoint(checkpoint, parts)
     scoring = {"engine": engine, "tokenizer": tokenizer, "mesh": mesh, "dtype": dtype, "workers": args.reward_workers}
     scoring |= {"timeout_s": args.reward_timeout_s, "max_tokens": args.max_tokens_per_gpu}
     with one_line_errors():
@@ -453,20 +456,20 @@ def main(args: Args) -> None:
         if num_judged == 0:
             stop(f"--reward {args.reward}: not one response of step {step} could be judged")
         if args.record:
-            record_rollouts(Path(args.record), step, rollouts, scores_B, judged_B)
-        kept_B = judged_B
+            record_rollouts(args.record, step, rollouts, scores_B, judged_B, args.temperature)
+        kept_B = torch.ones_like(judged_B)  # by the correction
         if args.rollout_correction != "none":
             correction = args.rollout_correction, args.correction_cap
             weights_BR, kept_B = correction_weights(old_logprobs_BR, rollout_logprobs_BR, mask_BR, *correction)
-            kept_B = kept_B & judged_B
-            changed_BR = (weights_BR == args.correction_cap) | ~kept_B[:, None]
-            metrics.add("rollout/corrected_frac", (changed_BR & mask_BR).sum(), mask_BR.sum())
-            metrics.add("rollout/correction_weight", (weights_BR * mask_BR).sum(), mask_BR.sum())
+            applied_BR = mask_BR & kept_B[:, None]
+            cut_BR = mask_BR & ((weights_BR == args.correction_cap) | ~kept_B[:, None])
+            metrics.add("rollout/corrected_frac", cut_BR.sum(), mask_BR.sum())
+            metrics.add("rollout/correction_weight", torch.where(applied_BR, weights_BR, 0).sum(), applied_BR.sum())
         # [/shared]
         # DETAIL: a truncated response keeps its score and its tokens, because the paper masks nothing; one that the
         # correction masks keeps its part in the group's mean.
         advantages_B = group_advantages(scores_B, judged_B, G, args.scale_advantages)
-        trained = (kept_B | ~judged_B).tolist()  # one without a score has advantage 0, and counts among the tokens
+        trained = kept_B.tolist()  # one without a score too: with advantage 0, and counted among the tokens
         first_logprobs_BR = old_logprobs_BR if use_old else torch.zeros_like(rollout_logprobs_BR)
         audited_BR = mask_BR
 
@@ -485,20 +488,20 @@ def main(args: Args) -> None:
                         continue
                     for k, part in enumerate(plan):
                         policy.set_requires_gradient_sync(k == len(plan) - 1)
-                        packed = pack([rollouts[i] for i in part], device)
+                        packed, rows_b = pack([rollouts[i] for i in part], device), to_device(part, device)
                         logprobs_N, entropy_N = policy(packed, args.temperature)
                         tokens = len(logprobs_N)
                         logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
-                        old_logprobs_bR = old_logprobs_BR[part] if use_old else logprobs_bR.detach()
-                        mask_bR = mask_BR[part]
+                        old_logprobs_bR = old_logprobs_BR[rows_b] if use_old else logprobs_bR.detach()
+                        mask_bR = mask_BR[rows_b]
                         loss_bR, ratio_bR, clipped_bR = policy_loss(
-                            logprobs_bR, old_logprobs_bR, advantages_B[part, None], args.clip_low, args.clip_high
+                            logprobs_bR, old_logprobs_bR, advantages_B[rows_b, None], args.clip_low, args.clip_high
                         )
                         if args.rollout_correction != "none":
-                            loss_bR = loss_bR * weights_BR[part]
+                            loss_bR = loss_bR * weights_BR[rows_b]
                         total_bR = loss_bR
                         if reference:
-                            kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[part], args.kl_estimator)
+                            kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[rows_b], args.kl_estimator)
                             total_bR = loss_bR + args.kl_coef * kl_bR
                             metrics.add(f"policy/ref_kl_{args.kl_estimator}", (kl_bR * mask_bR).sum(), tokens)
                         # DETAIL: divided by the token count of the whole optimizer step over all ranks, known before
@@ -514,7 +517,7 @@ def main(args: Args) -> None:
                         metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
                         metrics.add("policy/entropy", entropy_N.sum(), tokens)
                         if not use_old:  # the one optimizer step is still to come: same weights on both sides
-                            first_logprobs_BR[part] = logprobs_bR.detach()
+                            first_logprobs_BR[rows_b] = logprobs_bR.detach()
                     norms = optimizer_step(parts, {"policy": lr}, args.max_grad_norm, step)
                     metrics.add("optim/grad_norm", norms["policy"])
                     metrics.add("optim/num_tokens", num_tokens)

@@ -148,7 +148,7 @@ class _Unit:
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Sum, absolute sum and 16 sampled elements: [18] float32."""
     flat = tensor.flatten()
-    places = torch.linspace(0, len(flat) - 1, 16, device=flat.device).long()
+    places = torch.arange(16, device=flat.device) * (len(flat) - 1) // 15  # in integers: floats cannot count that far
     sums = flat.sum(dtype=torch.float32), torch.linalg.vector_norm(flat, 1, dtype=torch.float32)
     return torch.cat([torch.stack(sums), flat[places].float()])
 

@@ -70,10 +70,10 @@ from utils.models import (
     load_tokenizer,
     optimizer_step,
 )
-from utils.packing import mask_from_lengths, pack, pad_rows, plan_together
+from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
-from utils.replay import Replay, check_replay, record_rollouts
+from utils.replay import Replay, check_replay, open_record, record_rollouts
 from utils.scoring import Scorer, check_reward_models, check_scoring
 
 
@@ -304,7 +304,7 @@ def value_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """0.5 max((V - ret)^2, (V_old + clip(V - V_old) - ret)^2) of each token, and whether the clip cut its gradient off.
 
-    Shapes: all [B, R]. Source: openai/lm-human-preferences, train_policy.py; without a clip plain 1707.06347 eq. 9.
+    Shapes: all [B, R]. Source: openai/lm-human-preferences, train_policy.py; without a clip half of 1707.06347 eq. 9's.
     """
     error_BR = (values_BR - returns_BR).square()
     if clip == 0:
@@ -412,7 +412,7 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> None:
         ("--kl-in reward, which takes k1", args.kl_in == "reward", "kl_estimator"),
         (controller, args.kl_controller == "fixed", "kl_target"),
         (controller, args.kl_controller != "horizon", "kl_horizon"),
-        ("no model: in --reward", "model:" not in args.reward, "normalize_scores"),
+        ("no model: in --reward", "model:" not in args.reward + args.eval_reward, "normalize_scores"),
     ]
     check_flags(flags, DEFAULTS, idle)
     for name in ("gamma", "gae_lambda"):
@@ -420,6 +420,14 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {flags[name]}: must be from 0 to 1; {DEFAULTS[name]} works")
     if 0 < args.dual_clip <= 1:
         raise ValueError(f"--dual-clip {args.dual_clip}: must be above 1, or 0 for no bound; 3.0 works")
+    responses = args.prompts_per_step * args.group_size
+    if args.kl_controller == "horizon" and args.kl_horizon < responses:
+        raise ValueError(
+            f"--kl-horizon {args.kl_horizon}: must be at least the step's {responses} responses; 10000 works"
+        )
+    if 0 < args.num_steps <= args.critic_warmup_steps:
+        rule = f"must leave the policy some of the {args.num_steps} steps; {args.num_steps - 1} works"
+        raise ValueError(f"--critic-warmup-steps {args.critic_warmup_steps}: {rule}")
     # [shared: checks]
     check_replay(args.replay)
     longest = args.max_prompt_len + args.max_response_len
@@ -431,7 +439,7 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> None:
         check_sibling(args.ref_model, "--ref-model", tokenizer, longest)
     # [/shared]
     check_reward_models(args.reward, tokenizer, longest, args.normalize_scores)
-    check_reward_models(args.eval_reward, tokenizer, longest, flag="--eval-reward")
+    check_reward_models(args.eval_reward, tokenizer, longest, args.normalize_scores, flag="--eval-reward")
     if args.critic_model:
         check_sibling(args.critic_model, "--critic-model", tokenizer, longest, head="any")
 
@@ -471,6 +479,8 @@ def main(args: Args) -> None:
         checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
         if done >= num_steps:
             raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done + 1} or more")
+        with fail_together():
+            open_record(args.record, done)
 
     P, G = args.prompts_per_step // world, args.group_size
     B, num_responses = P * G, args.prompts_per_step * G
@@ -514,7 +524,7 @@ def main(args: Args) -> None:
     # [/shared]
     kl_coef = args.kl_coef
     with one_line_errors():
-        # DETAIL: a new value head is all zeros, because then the first advantages are the plain returns.
+        # DETAIL: a new value head is all zeros, because then the first values are no noise.
         critic_model, flag = (args.critic_model, "--critic-model") if args.critic_model else (args.model, "--model")
         critic = load_scalar(critic_model, mesh, flag=flag, head_std=0.0, **training)
     critic_optimizer = torch.optim.AdamW(
@@ -522,11 +532,13 @@ def main(args: Args) -> None:
     )
     parts["critic"] = critic, critic_optimizer
     if checkpoint:
-        kl_coef = load_checkpoint(checkpoint, parts)["kl_coef"]
+        with one_line_errors():
+            kl_coef = load_checkpoint(checkpoint, parts)["kl_coef"]
     scoring = {"engine": engine, "tokenizer": tokenizer, "mesh": mesh, "dtype": dtype, "workers": args.reward_workers}
     scoring |= {"timeout_s": args.reward_timeout_s, "max_tokens": args.max_tokens_per_gpu}
+    scoring |= {"normalize": args.normalize_scores}
     with one_line_errors():
-        scorer = engine if args.replay else Scorer(args.reward, **scoring, normalize=args.normalize_scores)
+        scorer = engine if args.replay else Scorer(args.reward, **scoring)
         # [shared: start]
         examiner = Scorer(args.eval_reward, **scoring, flag="--eval-reward") if args.eval_reward and val else scorer
     greedy = Sampling(temperature=0.0, max_tokens=args.max_response_len, logprobs=False)
@@ -588,17 +600,18 @@ def main(args: Args) -> None:
         if num_judged == 0:
             stop(f"--reward {args.reward}: not one response of step {step} could be judged")
         if args.record:
-            record_rollouts(Path(args.record), step, rollouts, scores_B, judged_B)
-        kept_B = judged_B
+            record_rollouts(args.record, step, rollouts, scores_B, judged_B, args.temperature)
+        kept_B = torch.ones_like(judged_B)  # by the correction
         if args.rollout_correction != "none":
             correction = args.rollout_correction, args.correction_cap
             weights_BR, kept_B = correction_weights(old_logprobs_BR, rollout_logprobs_BR, mask_BR, *correction)
-            kept_B = kept_B & judged_B
-            changed_BR = (weights_BR == args.correction_cap) | ~kept_B[:, None]
-            metrics.add("rollout/corrected_frac", (changed_BR & mask_BR).sum(), mask_BR.sum())
-            metrics.add("rollout/correction_weight", (weights_BR * mask_BR).sum(), mask_BR.sum())
+            applied_BR = mask_BR & kept_B[:, None]
+            cut_BR = mask_BR & ((weights_BR == args.correction_cap) | ~kept_B[:, None])
+            metrics.add("rollout/corrected_frac", cut_BR.sum(), mask_BR.sum())
+            metrics.add("rollout/correction_weight", torch.where(applied_BR, weights_BR, 0).sum(), applied_BR.sum())
         # [/shared]
-        trained = kept_B.tolist()
+        kept_B = kept_B & judged_B
+        trained, num_kept = kept_B.tolist(), sum_over_ranks(kept_B.sum())
         first_logprobs_BR = old_logprobs_BR if use_old else torch.zeros_like(rollout_logprobs_BR)
         audited_BR = mask_BR if use_old else mask_BR & judged_B[:, None]
         # DETAIL: a response without a score is left out of everything below, because any number in its place would be a
@@ -616,13 +629,17 @@ def main(args: Args) -> None:
         raw_advantages_BR, returns_BR = gae(rewards_BR, values_BR, bootstrap_B, lengths_B, args.gamma, args.gae_lambda)
         whitened = args.whiten_advantages
         advantages_BR = whiten(raw_advantages_BR, mask_BR, sum_over_ranks) if whitened else raw_advantages_BR
-        metrics.add("value/explained_var", explained_variance(values_BR, returns_BR, mask_BR, sum_over_ranks))
+        # DETAIL: against the rewards to come (lambda 1), because returns of a lower lambda are partly the critic's own.
+        _, outcomes_BR = gae(rewards_BR, values_BR, bootstrap_B, lengths_B, args.gamma, 1.0)
+        metrics.add("value/explained_var", explained_variance(values_BR, outcomes_BR, mask_BR, sum_over_ranks))
         metrics.add("value/mean", (values_BR * mask_BR).sum(), mask_BR.sum())
-        metrics.add("reward/return", (returns_BR[:, 0] * judged_B).sum(), judged_B.sum())
+        metrics.add("reward/return", (rewards_BR * mask_BR).sum(), kept_B.sum())
 
         # ---- 6 update ----
-        peaks, schedule = {"policy": args.lr, "critic": args.critic_lr}, (args.lr_schedule, args.warmup_steps)
-        rates = {name: learning_rate(step, num_steps, peak, *schedule) for name, peak in peaks.items()}
+        schedule, frozen_steps = (args.lr_schedule, args.warmup_steps), args.critic_warmup_steps
+        rates = {"critic": learning_rate(step, num_steps, args.critic_lr, *schedule), "policy": 0.0}
+        if not critic_only:  # the policy's schedule begins when its training does
+            rates["policy"] = learning_rate(step - frozen_steps, num_steps - frozen_steps, args.lr, *schedule)
         learners = {k: part for k, part in parts.items() if k == "critic" or not critic_only}
         with metrics.timed("update", device):
             for epoch in range(args.update_epochs):
@@ -636,8 +653,8 @@ def main(args: Args) -> None:
                     if num_tokens == 0:  # not one of its responses, on any rank, is left
                         continue
                     for k, part in enumerate(plan):
-                        packed = pack([rollouts[i] for i in part], device)
-                        mask_bR, tokens = mask_BR[part], len(packed.target_N)
+                        packed, rows_b = pack([rollouts[i] for i in part], device), to_device(part, device)
+                        mask_bR, tokens = mask_BR[rows_b], len(packed.target_N)
                         # DETAIL: both losses are divided by the token count of the whole optimizer step over all ranks,
                         # known before the first forward; times the world size, because FSDP averages gradients.
                         share = world / num_tokens
@@ -645,19 +662,21 @@ def main(args: Args) -> None:
                             policy.set_requires_gradient_sync(k == len(plan) - 1)
                             logprobs_N, entropy_N = policy(packed, args.temperature, args.entropy_coef > 0)
                             logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
-                            old_logprobs_bR = old_logprobs_BR[part] if use_old else logprobs_bR.detach()
+                            old_logprobs_bR = old_logprobs_BR[rows_b] if use_old else logprobs_bR.detach()
                             loss_bR, ratio_bR, clipped_bR = policy_loss(
-                                logprobs_bR, old_logprobs_bR, advantages_BR[part], args.clip_low, args.clip_high
+                                logprobs_bR, old_logprobs_bR, advantages_BR[rows_b], args.clip_low, args.clip_high
                             )
                             if args.dual_clip:
-                                bound_bR = dual_clip_bound(advantages_BR[part], args.dual_clip)
+                                bound_bR = dual_clip_bound(advantages_BR[rows_b], args.dual_clip)
                                 metrics.add("policy/dual_clip_frac", ((loss_bR > bound_bR) & mask_bR).sum(), tokens)
                                 loss_bR = torch.minimum(loss_bR, bound_bR)
                             if args.rollout_correction != "none":
-                                loss_bR = loss_bR * weights_BR[part]
+                                loss_bR = loss_bR * weights_BR[rows_b]
                             total_bR = loss_bR
                             if reference and args.kl_in == "loss":
-                                kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[part], args.kl_estimator)
+                                kl_bR = kl_loss(
+                                    logprobs_bR, old_logprobs_bR, ref_logprobs_BR[rows_b], args.kl_estimator
+                                )
                                 total_bR = total_bR + kl_coef * kl_bR
                                 metrics.add("policy/kl_loss", (kl_bR * mask_bR).sum(), tokens)
                             if args.entropy_coef:
@@ -666,7 +685,7 @@ def main(args: Args) -> None:
                         critic.set_requires_gradient_sync(k == len(plan) - 1)
                         new_values_bR = packed.to_padded(critic(packed)[0], len(part), R)
                         critic_loss_bR, value_clipped_bR = value_loss(
-                            new_values_bR, values_BR[part], returns_BR[part], args.value_clip
+                            new_values_bR, values_BR[rows_b], returns_BR[rows_b], args.value_clip
                         )
                         ((critic_loss_bR * mask_bR).sum() * share).backward()
 
@@ -683,7 +702,7 @@ def main(args: Args) -> None:
                         metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
                         metrics.add("policy/entropy", entropy_N.sum(), tokens)
                         if not use_old:  # the one optimizer step is still to come: same weights on both sides
-                            first_logprobs_BR[part] = logprobs_bR.detach()
+                            first_logprobs_BR[rows_b] = logprobs_bR.detach()
                     for name, norm in optimizer_step(learners, rates, args.max_grad_norm, step).items():
                         metrics.add({"policy": "optim/grad_norm", "critic": "optim/critic_grad_norm"}[name], norm)
                     metrics.add("optim/num_tokens", num_tokens)
@@ -706,10 +725,11 @@ def main(args: Args) -> None:
         metrics.add("optim/lr", rates["policy"])
         metrics.add("optim/critic_lr", rates["critic"])
         if reference:
-            kl = float(sum_over_ranks((kl_BR * mask_BR).sum()) / num_judged)
+            kl = float(sum_over_ranks((kl_BR * mask_BR).sum()) / num_kept.clamp_min(1))
             metrics.add("policy/kl_coef", kl_coef)
             metrics.add("policy/ref_kl_response", kl)
-            kl_coef = next_kl_coef(kl_coef, kl, args.kl_target, num_responses, args.kl_horizon, args.kl_controller)
+            if num_kept > 0 and not critic_only:
+                kl_coef = next_kl_coef(kl_coef, kl, args.kl_target, num_responses, args.kl_horizon, args.kl_controller)
         # [shared: log and evaluate]
         for key, value in mismatch(first_logprobs_BR, rollout_logprobs_BR, audited_BR).items():
             metrics.add(key, value)

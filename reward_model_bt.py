@@ -18,7 +18,8 @@ Departures from the paper:
 
     python reward_model_bt.py                                              # embedded tiny model and task, CPU or GPU
     torchrun --nproc-per-node 8 reward_model_bt.py --model Qwen/Qwen2.5-0.5B-Instruct \
-        --train-files data/hh/train.parquet --val-files data/hh/test.parquet                           # 8 GPUs
+        --train-files data/hh/train.parquet --val-files data/hh/test.parquet \
+        --max-prompt-len 1024 --overlong drop                                                         # 8 GPUs
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 reward_model_bt.py ...
 
 Shapes: B pairs on this rank, b pairs of a micro-batch.
@@ -41,7 +42,7 @@ from utils.data import step_uids
 from utils.dist import all_gather, broadcast, fail_together, init_distributed, one_line_errors, stop, world_mesh
 from utils.metrics import Metrics, Progress, append_jsonl, peak_memory_gib, read_jsonl
 from utils.models import end_of_sequence_ids, load_config, load_scalar, load_tokenizer, optimizer_step
-from utils.packing import pack, plan_together
+from utils.packing import pack, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preferences import load_pairs
 from utils.preflight import check_divides, check_flags, check_lengths
@@ -262,10 +263,12 @@ def main(args: Args) -> None:
             compile_blocks=args.compile,
         )
     model.lm.config.pad_token_id = pad_id
+    model.lm.config.score_mean = model.lm.config.score_std = None  # of the scores it gives now, or none: see evaluate
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     parts = {"reward_model": (model, optimizer)}
     if checkpoint:
-        load_checkpoint(checkpoint, parts)
+        with one_line_errors():
+            load_checkpoint(checkpoint, parts)
     progress = Progress(run_dir.name, done, num_steps, show=rank == 0)
 
     @torch.no_grad()
@@ -276,7 +279,7 @@ def main(args: Args) -> None:
         scores_B2 = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
         for part in plan_together(sequences, range(len(pairs)), args.max_tokens_per_gpu)[0]:
             packed = pack([sequence for i in part for sequence in sequences[i]], device)
-            scores_B2[part] = model(packed)[1].view(-1, 2).double()
+            scores_B2[to_device(part, device)] = model(packed)[1].view(-1, 2).double()
         shares = all_gather(scores_B2.cpu().numpy())
         both = np.stack([shares[i % world][i // world] for i in range(len(val))])  # back in the order of the rows
         if not np.isfinite(both).all():
@@ -307,9 +310,9 @@ def main(args: Args) -> None:
             plan, _ = plan_together(sequences, range(B), args.max_tokens_per_gpu)
             for k, part in enumerate(plan):
                 model.set_requires_gradient_sync(k == len(plan) - 1)
-                packed = pack([sequence for i in part for sequence in sequences[i]], device)
+                packed, rows_b = pack([s for i in part for s in sequences[i]], device), to_device(part, device)
                 chosen_b, rejected_b = model(packed)[1].view(-1, 2).unbind(-1)
-                loss_b = preference_loss(chosen_b, rejected_b, margin_B[part], args.centring_coef)
+                loss_b = preference_loss(chosen_b, rejected_b, margin_B[rows_b], args.centring_coef)
                 # DETAIL: divided by the pairs of the step over all ranks; times the world size, because FSDP averages
                 # gradients over ranks.
                 (loss_b.sum() / args.pairs_per_step * world).backward()

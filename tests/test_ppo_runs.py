@@ -108,6 +108,13 @@ def test_tensor_parallel_checkpointing_and_critic_warmup(folder):
     torchrun(2, *ppo(folder, "tp"), "--tensor-parallel-size", 2, "--critic-warmup-steps", 1)
     start(*ppo(folder, "split"), "--critic-warmup-steps", 1, "--max-tokens-per-gpu", 60, "--activation-checkpointing")
     same_run(folder / "tp", folder / "split")
+    assert json.loads((folder / "split/checkpoints/step_3/state.json").read_text())["state"]["kl_coef"] != 0.05
+    # saved in the warm-up too, before the policy's optimizer has made a step; the schedules wait for the policy
+    start(*ppo(folder, "saved"), "--critic-warmup-steps", 1, "--max-tokens-per-gpu", 60, "--save-every", 1)
+    same_run(folder / "saved", folder / "split")
+    start(*ppo(folder, "warm"), "--critic-warmup-steps", 1, "--resume", folder / "saved/checkpoints/step_1")
+    assert all(np.array_equal(weights(folder / "warm")[k], v) for k, v in weights(folder / "saved").items())
+    assert [row["policy/kl_coef"] for row in rows(folder / "split")[1:3]] == [0.05, 0.05]
     first = rows(folder / "split")[1]
     assert "policy/loss" not in first and first["optim/critic_grad_norm"] > 0
     assert first["policy/ref_kl_k1"] == 0 and rows(folder / "split")[2]["policy/ref_kl_k1"] == 0

@@ -119,7 +119,7 @@ def test_one_step_is_the_plain_loop(folder, name, settings):
     paid = scores.clamp(-s["score_clip"], s["score_clip"]) if s["score_clip"] else scores
     assert not s["score_clip"] or (scores > s["score_clip"]).any()
     paid = paid - s["missing_eos_penalty"] * truncated
-    advantages, returns = [], []
+    advantages, returns, outcomes = [], [], []
     for i, v in enumerate(old_values):
         rewards = -s["kl_coef"] * (old[i] - ref[i]) * (s["kl_in"] == "reward")
         rewards[-1] += paid[i]
@@ -129,6 +129,10 @@ def test_one_step_is_the_plain_loop(folder, name, settings):
         for t in reversed(range(len(v))):
             advantage[t] = deltas[t] + s["gamma"] * s["gae_lambda"] * advantage[t + 1]
         advantages.append(advantage[:-1]), returns.append(advantage[:-1] + v)
+        ahead = [after]
+        for reward in rewards.flip(0):
+            ahead.append(reward + s["gamma"] * ahead[-1])
+        outcomes.append(torch.stack(ahead[:0:-1]))
     if s["whiten_advantages"]:
         tokens = torch.cat(advantages)
         advantages = [(a - tokens.mean()) / tokens.std(correction=0) for a in advantages]
@@ -165,7 +169,7 @@ def test_one_step_is_the_plain_loop(folder, name, settings):
                 n.append(torch.nn.utils.clip_grad_norm_(m.parameters(), NORM).item())
                 o.step(), o.zero_grad()
     k1 = [(o - f) for o, f in zip(old, ref, strict=True)]
-    values, targets = torch.cat(old_values), torch.cat(returns)
+    values, targets = torch.cat(old_values), torch.cat(outcomes)
     expected = {
         "optim/grad_norm": np.mean(norms), "optim/critic_grad_norm": np.mean(critic_norms),
         "policy/clip_frac": cut / seen, "value/clip_frac": value_cut / seen, "value/loss": losses / seen,

@@ -87,7 +87,7 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
                 "use the same value, or start a new run"
             )
         for name, fingerprint in data.items():
-            if state["data"].get(name) != fingerprint:
+            if state["data"].get(name, fingerprint) != fingerprint:  # a replay records no held-out rows
                 rule = "holds other rows than the resumed run's; use the same files, or start a new run"
                 raise ValueError(f"--{name} {args[name.replace('-', '_')]}: {rule}")
         for abandoned in (p for p in saved if _step_of(p) > step):  # else a later --resume auto would go on from it
@@ -127,6 +127,7 @@ def save_checkpoint(run_dir: Path, step: int, parts: Parts, args: dict, data: di
             "step": step,
             "args": args,
             "data": data,
+            "parts": list(parts),
             "state": state or {},
             "world_size": dist.get_world_size(),
             "torch": torch.__version__,
@@ -139,19 +140,32 @@ def save_checkpoint(run_dir: Path, step: int, parts: Parts, args: dict, data: di
 
 
 def load_checkpoint(checkpoint: Path, parts: Parts) -> dict:
-    """Fill models and optimizers from a checkpoint, on any number of ranks (collective); returns its `state`."""
+    """Fill models and optimizers from a checkpoint, on any number of ranks (collective); returns its `state`.
+
+    Raises: ValueError where it holds other parts: another script's.
+    """
+    record = json.loads((checkpoint / "state.json").read_text())
+    if record["parts"] != list(parts):
+        theirs, ours = " and ".join(record["parts"]), " and ".join(parts)
+        raise ValueError(
+            f"--resume {checkpoint}: holds {theirs}, and must hold {ours}; one of this script's runs works"
+        )
     full = _state_of(parts)
     dcp.load(full, checkpoint_id=checkpoint)
     for name, (model, optimizer) in parts.items():
         set_state_dict(model, optimizer, model_state_dict=full[name]["model"], optim_state_dict=full[name]["optim"])
-    return json.loads((checkpoint / "state.json").read_text())["state"]
+    return record["state"]
 
 
 def _state_of(parts: Parts) -> dict:
-    return {
-        name: dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-        for name, (model, optimizer) in parts.items()
-    }
+    full = {}
+    for name, (model, optimizer) in parts.items():
+        if not optimizer.state:  # torch then fills it by a step with zero gradients, which must not count as one
+            get_state_dict(model, optimizer)
+            for state in optimizer.state.values():
+                state["step"].zero_()
+        full[name] = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    return full
 
 
 def set_safe_pad(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, eos_ids: list[int]) -> int:

@@ -1,6 +1,6 @@
 """Metrics of a step: (sum, count) over micro-batches and ranks, reduced once; metrics.jsonl; the progress bar.
 
-Keys are `family/quantity[_stat]`, families rollout reward policy optim time perf eval data.
+Keys are `family/quantity[_stat]`, families rollout reward policy value rm optim time perf eval data.
 """
 
 import json

@@ -85,7 +85,7 @@ def load_tokenizer(path: str, flag: str = "--model") -> PreTrainedTokenizerBase:
 
 
 def same_vocabulary(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether a text has the same ids in both. Pad tokens aside: a reward model may have got one of its own."""
+    """Whether an id means the same token to both. Pad tokens aside: a reward model may have got one of its own."""
     pads = {one.pad_token, other.pad_token}
     first, second = ({k: v for k, v in t.get_vocab().items() if k not in pads} for t in (one, other))
     return first == second
@@ -211,9 +211,13 @@ def _load(
     full = {}
     with fail_together():
         if mesh.get_rank() == 0:
-            source, info = wrapper.auto_class.from_pretrained(
-                path, config=config, dtype=master_dtype, output_loading_info=True
-            )
+            try:
+                source, info = wrapper.auto_class.from_pretrained(
+                    path, config=config, dtype=master_dtype, output_loading_info=True
+                )
+            except RuntimeError as error:  # transformers' word for weights of other sizes
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(f"{named(flag, path)}: its weights do not fit its config.json ({reason})") from error
             if missing := fill(source, sorted(info["missing_keys"])):
                 raise ValueError(f"{named(flag, path)}: weights missing from the folder, {missing[:3]} among them")
             full = wrapper(source).state_dict()

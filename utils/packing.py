@@ -1,7 +1,7 @@
 """Ragged responses <-> right-padded [B, R] tensors, and micro-batches packed under a token budget.
 
 The shift by one (the hidden state at position p predicts token p + 1) and the packing of several sequences into one
-row of T tokens exist here and in utils/models.py alone. Algorithm code sees [B, R] tensors of response tokens.
+row of T tokens exist here and in utils/forward.py alone. Algorithm code sees [B, R] tensors of response tokens.
 
 Shapes: B responses on this rank, R longest of them, b responses of a micro-batch, T packed tokens, N response tokens.
 """

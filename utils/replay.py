@@ -23,8 +23,24 @@ COLUMNS = pa.schema([
 ])  # fmt: skip
 
 
+def _steps_in(folder: Path) -> dict[int, Path]:
+    return {int(path.stem.removeprefix("step_")): path for path in folder.glob("step_*.parquet")}
+
+
+def open_record(folder: str, done: int) -> None:
+    """A folder to record to, from step done + 1; on resume what lies beyond goes, as the log's lines do.
+
+    Raises: ValueError where it holds another run's steps.
+    """
+    for step, path in _steps_in(Path(folder)).items() if folder and dist.get_rank() == 0 else []:
+        if done == 0:
+            raise ValueError(f"--record {folder}: holds an earlier run's rollouts; give a new folder")
+        if step > done:
+            path.unlink()
+
+
 def record_rollouts(
-    folder: Path, step: int, rollouts: list[Rollout], scores_B: torch.Tensor, judged_B: torch.Tensor
+    folder: str, step: int, rollouts: list[Rollout], scores_B: torch.Tensor, judged_B: torch.Tensor, temperature: float
 ) -> None:
     """Write all ranks' responses of a step, with the scores they were trained by, to step_N.parquet (collective)."""
     mine = [
@@ -33,15 +49,16 @@ def record_rollouts(
     ]
     shares = all_gather(mine)
     if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / f".step_{step}.parquet"
-        pq.write_table(pa.Table.from_pylist([row for share in shares for row in share], COLUMNS), aside)
-        os.replace(aside, folder / f"step_{step}.parquet")
+        path = Path(folder) / f"step_{step}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = pa.Table.from_pylist([row for share in shares for row in share], COLUMNS)
+        pq.write_table(table.replace_schema_metadata({"temperature": repr(temperature)}), f"{path}.part")
+        os.replace(f"{path}.part", path)
 
 
 def check_replay(folder: str) -> None:
     """Raises: ValueError where the folder of --replay holds no recorded step."""
-    if folder and not any(Path(folder).glob("step_*.parquet")):
+    if folder and not _steps_in(Path(folder)):
         raise ValueError(f"--replay {folder}: must hold step_N.parquet files; a folder that --record wrote works")
 
 
@@ -60,7 +77,11 @@ class Replay:
         path, self._scores, rollouts = self.folder / f"step_{step}.parquet", {}, []
         if not path.is_file():
             stop(f"--replay {self.folder}: step {step} was not recorded; --num-steps {step - 1} works")
-        rows = {(row["uid"], row["sample"]): row for row in pq.read_table(path).to_pylist()}
+        table = pq.read_table(path)
+        recorded = float(table.schema.metadata[b"temperature"])
+        if recorded != sampling.temperature:
+            stop(f"--temperature {sampling.temperature}: must be the recorded run's, {recorded}")
+        rows = {(row["uid"], row["sample"]): row for row in table.to_pylist()}
         missing = [key for key in ((uid, i) for uid in uids for i in range(n)) if key not in rows]
         if anywhere := [key for share in all_gather(missing) for key in share]:
             stop(

@@ -53,16 +53,23 @@ def check_reward_models(spec: str, tokenizer, longest: int, normalize: bool = Fa
     for path, _ in _models_of(spec, flag):
         prefix = f"{flag} model:"
         config, own = load_config(path, prefix, "scalar"), load_tokenizer(path, prefix)
-        if same_vocabulary(own, tokenizer):
+        if _reads_the_same(own, tokenizer):
             check_positions(path, prefix, config, longest)
         elif own.eos_token_id is None:
             rule = "responses are encoded by it and must end in one; set eos_token in its tokenizer_config.json"
             raise ValueError(f"{prefix}{path}: its tokenizer has no end-of-sequence token, {rule}")
-        if normalize and not (getattr(config, "score_std", None) or 0) > 0:
+        mean, std = (getattr(config, name, None) for name in ("score_mean", "score_std"))
+        if normalize and (mean is None or not (std or 0) > 0):
             raise ValueError(
                 f"--normalize-scores: {path}/config.json has no score_std above 0 (nor a score_mean); train it with "
                 "--val-files, or leave this flag out"
             )
+
+
+def _reads_the_same(own, tokenizer) -> bool:
+    """Whether a reward model was trained on ids as the policy's prompts and responses have them."""
+    same = own.eos_token_id == tokenizer.eos_token_id and own.chat_template == tokenizer.chat_template
+    return same and same_vocabulary(own, tokenizer)
 
 
 def check_scoring(spec: str, flag: str, tokenizer, data: PromptData, timeout_s: float) -> None:
@@ -73,7 +80,7 @@ def check_scoring(spec: str, flag: str, tokenizer, data: PromptData, timeout_s: 
     check_reward(spec, data.row(0), timeout_s, data.flag, flag)
     for path, _ in _models_of(spec, flag):
         own = load_tokenizer(path, f"{flag} model:")
-        if not same_vocabulary(own, tokenizer):
+        if not _reads_the_same(own, tokenizer):
             try:
                 find_overlong(data, own, sys.maxsize, (dist.get_rank(), dist.get_world_size()))
             except ValueError as error:
@@ -92,7 +99,7 @@ def load_reward_models(
     for path, weight in _models_of(spec, flag):
         model = load_scalar(path, mesh, flag=f"{flag} model:", master_dtype=dtype, compute_dtype=dtype, trainable=False)
         config, own = model.lm.config, load_tokenizer(path)
-        same = same_vocabulary(own, tokenizer)
+        same = _reads_the_same(own, tokenizer)
         mean, std = (config.score_mean, config.score_std) if normalize else (0.0, 1.0)
         models.append(RewardModel(model, weight, None if same else own, config.max_position_embeddings, mean, std))
     return models
