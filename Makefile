@@ -1,4 +1,4 @@
-# make demo | test | test-slow | lint. VENV=path puts the environment elsewhere; CPU or CUDA by what the machine has.
+# make demo | demo-rlhf | test | test-slow | lint. VENV=path puts the environment elsewhere; CPU or CUDA by what the machine has.
 VENV ?= .venv
 PYTHON ?= python3
 CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -6,10 +6,19 @@ REQUIREMENTS := $(if $(CUDA),requirements.txt,requirements-cpu.txt)
 BIN := $(VENV)/bin
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-slow lint
+.PHONY: demo demo-rlhf test test-slow lint
 demo: $(VENV)/.ready
 	rm -rf runs/demo
 	$(BIN)/python grpo_fsdp.py --run-dir runs/demo
+
+# Preferences from a known rule -> reward model -> PPO paid by it; held-out sums are judged by the rule itself.
+RLHF := runs/demo-rlhf
+demo-rlhf: $(VENV)/.ready
+	rm -rf $(RLHF)
+	$(BIN)/python reward_model_bt.py --run-dir $(RLHF)/reward_model
+	$(BIN)/python ppo_fsdp.py --run-dir $(RLHF)/ppo --reward model:$(RLHF)/reward_model/hf --eval-reward tiny \
+	  --critic-model $(RLHF)/reward_model/hf --normalize-scores --kl-coef 0.05 --num-steps 120
+	$(BIN)/python -m utils.plot $(RLHF)/reward_model $(RLHF)/ppo --out $(RLHF)/curves.png
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow" --durations=15

@@ -234,7 +234,7 @@ DEFAULTS = {field.name: field.default for field in fields(Args)}
 TINY = {  # over the values that all scripts share for --model tiny
     "minibatch_size": 256,
     "clip_high": 0.28,
-    "critic_lr": 1e-3,
+    "critic_lr": 3e-4,
     "kl_coef": 0.0,
 }
 

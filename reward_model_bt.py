@@ -123,7 +123,7 @@ class Args:
 
 
 DEFAULTS = {field.name: field.default for field in fields(Args)}
-TINY = {"num_steps": 0, "num_epochs": 2, "pairs_per_step": 64, "lr": 1e-3, "lr_schedule": "cosine", "warmup_steps": 20}
+TINY = {"num_steps": 700, "eval_every": 50, "save_every": 350, "centring_coef": 0.01}  # for --model tiny
 
 
 # ---- the algorithm: pure functions, tensors in and out --------------------------------------------------------------

@@ -112,7 +112,8 @@ def test_tensor_parallel_checkpointing_and_critic_warmup(folder):
     # saved in the warm-up too, before the policy's optimizer has made a step; the schedules wait for the policy
     start(*ppo(folder, "saved"), "--critic-warmup-steps", 1, "--max-tokens-per-gpu", 60, "--save-every", 1)
     same_run(folder / "saved", folder / "split")
-    start(*ppo(folder, "warm"), "--critic-warmup-steps", 1, "--resume", folder / "saved/checkpoints/step_1")
+    again = ["--critic-warmup-steps", 1, "--max-tokens-per-gpu", 60, "--resume", folder / "saved/checkpoints/step_1"]
+    start(*ppo(folder, "warm"), *again)
     assert all(np.array_equal(weights(folder / "warm")[k], v) for k, v in weights(folder / "saved").items())
     assert [row["policy/kl_coef"] for row in rows(folder / "split")[1:3]] == [0.05, 0.05]
     first = rows(folder / "split")[1]

@@ -11,27 +11,26 @@ from utils import tiny
 from utils.rewards import tiny as rule
 
 PAIRS_PER_SUM = 4
+PLACES = (0, 1, 2, 2, 2)
 
 
 def wrong_answer(right: int, rng: random.Random) -> str:
-    """A wrong answer of a kind that a half-taught model gives: a digit off, a carry missed or made up, a wrong length.
-
-    Digits are drawn one by one, so that a reward model has seen every place go wrong.
-    """
+    """A wrong answer of a kind that a half-taught model gives: a digit off, a near miss, a carry, a wrong length."""
     digits = list(str(right))
     kind = rng.random()
-    if kind < 0.4:
-        answer = str(right + rng.choice((-10, 10)))
-    elif kind < 0.85:
-        place = rng.choice((0, 1, 2, 2))
+    if kind < 0.2:
+        return str(right + rng.choice((-1, 1)) * rng.randrange(1, 10))
+    if kind < 0.35:
+        return str(right + rng.choice((-10, 10)))
+    if kind < 0.92:
+        place = rng.choice(PLACES)
         digits[place] = rng.choice([d for d in "0123456789" if d != digits[place]])
-        answer = "".join(digits)
-    elif kind < 0.95:
+    elif kind < 0.96:
         place = rng.randrange(len(digits) + 1)
-        answer = "".join([*digits[:place], rng.choice("0123456789"), *digits[place:]])
+        digits[place:place] = [rng.choice("0123456789+=") for _ in range(rng.randrange(1, 3))]
     else:
-        answer = "".join(digits[: rng.randrange(1, 3)])
-    return answer
+        digits = digits[: rng.randrange(1, 3)]
+    return "".join(digits)
 
 
 def make_pairs(path: Path) -> tuple[Path, Path]:
