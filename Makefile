@@ -17,7 +17,7 @@ demo-rlhf: $(VENV)/.ready
 	rm -rf $(RLHF)
 	$(BIN)/python reward_model_bt.py --run-dir $(RLHF)/reward_model
 	$(BIN)/python ppo_fsdp.py --run-dir $(RLHF)/ppo --reward model:$(RLHF)/reward_model/hf --eval-reward tiny \
-	  --critic-model $(RLHF)/reward_model/hf --normalize-scores --kl-coef 0.05 --num-steps 120
+	  --critic-model $(RLHF)/reward_model/hf --normalize-scores --kl-coef 0.05
 	$(BIN)/python -m utils.plot $(RLHF)/reward_model $(RLHF)/ppo --out $(RLHF)/curves.png
 
 test: $(VENV)/.ready

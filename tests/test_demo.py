@@ -8,6 +8,8 @@ import sys
 import pytest
 from conftest import ROOT, run
 
+from utils.metrics import read_jsonl
+
 
 def demo(run_dir, seed):
     """Held-out accuracies of a whole default run, its figures and the last line it prints."""
@@ -48,3 +50,28 @@ def test_the_same_seed_gives_the_same_curve(tmp_path):
         [{k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))} for r in rows] for rows in (first, second)
     ]
     assert timeless[0] == timeless[1]
+
+
+@pytest.mark.slow
+def test_preferences_reward_model_ppo(tmp_path):
+    """`make demo-rlhf`'s commands with another seed: the reward model is right, and the true rule's score rises."""
+    seed = ["--seed", 2]
+    result = run([sys.executable, ROOT / "reward_model_bt.py", "--run-dir", tmp_path / "rm", *seed], timeout=1500)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert read_jsonl(tmp_path / "rm/metrics.jsonl")[-1]["eval/accuracy_low"] > 0.95
+    result = run([
+        sys.executable, ROOT / "ppo_fsdp.py", "--run-dir", tmp_path / "ppo", *seed, "--reward",
+        f"model:{tmp_path}/rm/hf", "--eval-reward", "tiny", "--critic-model", tmp_path / "rm/hf",
+        "--normalize-scores", "--kl-coef", 0.05,
+    ], timeout=1500)  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    evals = [row["eval/score"] for row in read_jsonl(tmp_path / "ppo/metrics.jsonl") if "eval/score" in row]
+    assert evals[0] < 0.6 and evals[-1] > evals[0] + 0.25, evals
+
+
+@pytest.mark.slow
+def test_ppo_with_the_rule_passes_the_bar(tmp_path):
+    result = run([sys.executable, ROOT / "ppo_fsdp.py", "--run-dir", tmp_path / "run", "--seed", 2], timeout=1500)
+    assert result.returncode == 0, result.stderr[-4000:]
+    evals = [row["eval/score"] for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "eval/score" in row]
+    assert evals[0] < 0.6 and evals[-1] > 0.9, evals
