@@ -6,6 +6,7 @@ from conftest import make_model, sequences
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid_engine import HybridEngine, Sampling
+from utils.forward import logprobs_of, values_of
 from utils.models import hf_name, load_policy, load_scalar
 from utils.packing import pack
 
@@ -177,3 +178,19 @@ def test_entropy_has_a_gradient_only_if_asked_for(process_group, path):
     for entropy_grad in (True, False):
         _, entropy = policy(packed, 1.0, entropy_grad)
         assert entropy.requires_grad == entropy_grad
+
+
+def test_the_no_grad_forwards_do_not_wait_for_the_device(process_group, path):
+    """Log-probs, values and scores of several micro-batches are queued one behind the other."""
+    frozen = {"master_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16, "trainable": False}
+    policy = load_policy(path, process_group, **frozen)
+    critic = load_scalar(path, process_group, flag="-", head_std=0.2, **frozen)
+    rollouts, device = sequences(PROMPTS, [[9, 8, 7, 6]] * len(PROMPTS)), torch.device("cuda")
+    expected = logprobs_of(policy, rollouts, 4, 1.0, 128, device), values_of(critic, rollouts, 4, 128, device)[0]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = logprobs_of(policy, rollouts, 4, 1.0, 128, device), values_of(critic, rollouts, 4, 128, device)[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
