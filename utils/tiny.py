@@ -252,7 +252,7 @@ def flags(given: dict, default: dict, made: dict[str, str], own: dict, show: boo
     if given[
         "train_files"
     ]:  # other rows than this task's: its held-out sums, its reward, its steps do not belong to them
-        dropped += ["val_files", "reward", "num_steps", "num_epochs"]
+        dropped += ["val_files", "reward", "num_steps", "num_epochs", "eval_every"]
     if given["num_epochs"] != default["num_epochs"]:
         dropped.append("num_steps")
     if given["num_steps"] != default["num_steps"]:
