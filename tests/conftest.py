@@ -61,8 +61,15 @@ def torchrun(num_ranks: int, *command, **kwargs) -> subprocess.CompletedProcess:
 
 def pytest_collection_modifyitems(items):
     """Fast files first: those that start whole runs come last."""
-    last = ["test_engine", "test_reference_step", "test_reference_ppo", "test_bad_input", "test_ranks"]
-    last += ["test_runs", "test_ppo_runs", "test_demo"]
+    last = [
+        "test_engine",
+        "test_bad_input",
+        "test_ranks",
+        "test_equivalence",
+        "test_runs",
+        "test_ppo_runs",
+        "test_demo",
+    ]
     items.sort(key=lambda item: last.index(item.path.stem) if item.path.stem in last else -1)
 
 

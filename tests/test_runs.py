@@ -111,6 +111,18 @@ def test_two_ranks_are_one_rank(folder, name, flags):
     same_run(folder / name, folder / "straight")
 
 
+def test_with_nothing_learned_the_engine_does_not_drift(folder):
+    """Fifty syncs of unchanged weights: the mismatch of the last ten steps is that of the first ten."""
+    soak = [*command(folder, "soak"), "--lr", 0, "--num-steps", 50, "--update-epochs", 1, "--kl-coef", 0]
+    result = run([sys.executable, *soak, "--eval-every", 50])
+    assert result.returncode == 0, result.stderr[-4000:]
+    means = [row["rollout/logprob_diff_mean"] for row in rows(folder / "soak")[1:]]
+    assert len(means) == 50 and max(means) < 1e-5
+    assert np.mean(means[-10:]) < 1.2 * np.mean(means[:10])
+    start = load_file(folder / "model/model.safetensors")
+    assert all(np.array_equal(tensor, start[name]) for name, tensor in weights(folder / "soak").items())
+
+
 def replay(folder, name, command, ranks=1):
     """The recorded run again, on a machine without vLLM: importing it fails. Its held-out prompts are left out."""
     (folder / "no_vllm/vllm").mkdir(parents=True, exist_ok=True)
