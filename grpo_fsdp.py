@@ -204,9 +204,9 @@ def group_advantages(scores_B: torch.Tensor, judged_B: torch.Tensor, group_size:
     mean_P1 = (scores_PG * judged_PG).sum(-1, keepdim=True) / count_P1.clamp_min(1)
     centred_PG = (scores_PG - mean_P1) * judged_PG
     if scale:
-        # DETAIL: sample std (n - 1), because the paper does not say and every code base compared does; two-pass, in
-        # float64. DETAIL: std is floored at 1e-3 instead of adding an epsilon, because a group of nearly equal scores
-        # must not be blown up, and others should not be shrunk.
+        # DETAIL: the group's std is the sample's (n - 1), because the paper does not say and every code base compared
+        # does; two-pass, in float64. DETAIL: it is floored at 1e-3 instead of adding an epsilon, because a group of
+        # nearly equal scores must not be blown up, and others should not be shrunk.
         std_P1 = (centred_PG.square().sum(-1, keepdim=True) / (count_P1 - 1).clamp_min(1)).sqrt()
         centred_PG = centred_PG / std_P1.clamp_min(1e-3)
     return centred_PG.flatten().float()
@@ -260,7 +260,8 @@ def kl_loss(
     value_BR = {"k1": d_BR, "k2": d_BR.square() / 2, "k3": (-d_BR).exp() - 1 + d_BR}[estimator].detach()
     # DETAIL: the gradient is k2's times the detached ratio, because as losses k1 has none on average and k3 follows the
     # forward KL. The ratio corrects for tokens sampled from the old policy; it is not clipped, because a clipped one
-    # would bias it. DETAIL: per token given its prefix: what a token does to the KL of later positions is left out.
+    # would bias it. DETAIL: the KL is per token given its prefix: what a token does to the KL of later positions is
+    # left out.
     ratio_BR = (logprobs_BR - old_logprobs_BR).detach().exp()
     path_BR = ratio_BR * d_BR.square() / 2
     return value_BR + path_BR - path_BR.detach()
@@ -272,7 +273,7 @@ def kl_loss(
 # [shared: learning rate]
 def learning_rate(step: int, num_steps: int, peak: float, schedule: str, warmup_steps: int) -> float:
     """Learning rate of step 1..num_steps: linear warm-up that peaks at step `warmup_steps`, then the schedule."""
-    # DETAIL: a function of the step, not of the optimizer step, because several of those may share one batch.
+    # DETAIL: the rate follows the step, not the optimizer step, because several of those may share one batch.
     if step < warmup_steps:
         return peak * step / warmup_steps
     if schedule == "constant":
@@ -441,9 +442,9 @@ def main(args: Args) -> None:
         with metrics.timed("nograd", device):
             model_scores_B = scorer.model_scores(rollouts, data)
             forward = rollouts, R, args.temperature, args.max_tokens_per_gpu, device
-            # With one optimizer step per batch the policy of the update is the old one: no extra forward. DETAIL: else
-            # micro-batches are packed over all responses here and over the minibatch there; in bfloat16 the first
-            # ratios are then 1 only up to rounding.
+            # With one optimizer step per batch the policy of the update is the old one: no extra forward.
+            # DETAIL: old log-probs are packed over all responses, the update's over the minibatch, because the old ones
+            # are needed once; in bfloat16 the first ratios are 1 only up to rounding.
             use_old = not one_update or args.rollout_correction != "none"
             old_logprobs_BR = logprobs_of(policy, *forward) if use_old else None
             ref_logprobs_BR = logprobs_of(reference, *forward) if reference else None
@@ -504,8 +505,9 @@ def main(args: Args) -> None:
                             kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[rows_b], args.kl_estimator)
                             total_bR = loss_bR + args.kl_coef * kl_bR
                             metrics.add(f"policy/ref_kl_{args.kl_estimator}", (kl_bR * mask_bR).sum(), tokens)
-                        # DETAIL: divided by the token count of the whole optimizer step over all ranks, known before
-                        # the first forward; times the world size, because FSDP averages gradients over ranks.
+                        # DETAIL: the loss is divided by the token count of the whole optimizer step over all ranks,
+                        # known before the first forward; times the world size, because FSDP averages gradients over
+                        # ranks.
                         ((total_bR * mask_bR).sum() / num_tokens * world).backward()
 
                         if tokens == 0:  # a filling micro-batch

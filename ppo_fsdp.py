@@ -292,7 +292,8 @@ def whiten(x_BR: torch.Tensor, mask_BR: torch.Tensor, over_ranks: Callable) -> t
 
     Args: over_ranks: sums a tensor over the ranks.
     """
-    # DETAIL: population variance over the tokens of the whole step, as openai/lm-human-preferences; in float64.
+    # DETAIL: whitened by the population variance over the tokens of the whole step, as openai/lm-human-preferences; in
+    # float64.
     count, total = over_ranks(torch.stack([mask_BR.sum().double(), (x_BR.double() * mask_BR).sum()]))
     centred_BR = (x_BR - total / count) * mask_BR
     variance = over_ranks(centred_BR.square().sum()) / count
@@ -373,7 +374,8 @@ def kl_loss(
     value_BR = {"k1": d_BR, "k2": d_BR.square() / 2, "k3": (-d_BR).exp() - 1 + d_BR}[estimator].detach()
     # DETAIL: the gradient is k2's times the detached ratio, because as losses k1 has none on average and k3 follows the
     # forward KL. The ratio corrects for tokens sampled from the old policy; it is not clipped, because a clipped one
-    # would bias it. DETAIL: per token given its prefix: what a token does to the KL of later positions is left out.
+    # would bias it. DETAIL: the KL is per token given its prefix: what a token does to the KL of later positions is
+    # left out.
     ratio_BR = (logprobs_BR - old_logprobs_BR).detach().exp()
     path_BR = ratio_BR * d_BR.square() / 2
     return value_BR + path_BR - path_BR.detach()
@@ -385,7 +387,7 @@ def kl_loss(
 # [shared: learning rate]
 def learning_rate(step: int, num_steps: int, peak: float, schedule: str, warmup_steps: int) -> float:
     """Learning rate of step 1..num_steps: linear warm-up that peaks at step `warmup_steps`, then the schedule."""
-    # DETAIL: a function of the step, not of the optimizer step, because several of those may share one batch.
+    # DETAIL: the rate follows the step, not the optimizer step, because several of those may share one batch.
     if step < warmup_steps:
         return peak * step / warmup_steps
     if schedule == "constant":
@@ -584,8 +586,8 @@ def main(args: Args) -> None:
             model_scores_B = scorer.model_scores(rollouts, data)
             forward = rollouts, R, args.temperature, args.max_tokens_per_gpu, device
             # With one optimizer step per batch, and no KL to measure, the old log-probs are the update's own.
-            # DETAIL: micro-batches are packed over all responses here and over the minibatch there; in bfloat16 the
-            # first ratios are then 1 only up to rounding.
+            # DETAIL: old log-probs are packed over all responses, the update's over the minibatch, because the old ones
+            # are needed once; in bfloat16 the first ratios are 1 only up to rounding.
             critic_only = step <= args.critic_warmup_steps
             use_old = reference is not None or not one_update or args.rollout_correction != "none" or critic_only
             old_logprobs_BR = logprobs_of(policy, *forward) if use_old else None
@@ -629,7 +631,8 @@ def main(args: Args) -> None:
         raw_advantages_BR, returns_BR = gae(rewards_BR, values_BR, bootstrap_B, lengths_B, args.gamma, args.gae_lambda)
         whitened = args.whiten_advantages
         advantages_BR = whiten(raw_advantages_BR, mask_BR, sum_over_ranks) if whitened else raw_advantages_BR
-        # DETAIL: against the rewards to come (lambda 1), because returns of a lower lambda are partly the critic's own.
+        # DETAIL: explained variance is of the rewards to come (lambda 1), because returns of a lower lambda are partly
+        # the critic's own.
         _, outcomes_BR = gae(rewards_BR, values_BR, bootstrap_B, lengths_B, args.gamma, 1.0)
         metrics.add("value/explained_var", explained_variance(values_BR, outcomes_BR, mask_BR, sum_over_ranks))
         metrics.add("value/mean", (values_BR * mask_BR).sum(), mask_BR.sum())

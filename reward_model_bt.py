@@ -154,7 +154,7 @@ def held_out_figures(chosen_B: np.ndarray, rejected_B: np.ndarray) -> dict[str, 
     Shapes: [B] float64 each. Units: scores are log-odds.
     """
     margin_B = chosen_B - rejected_B
-    # DETAIL: right means r_chosen > r_rejected, whatever the row's margin; a tie is wrong.
+    # DETAIL: a right choice means r_chosen > r_rejected, whatever the row's margin; a tie is wrong.
     right_B = margin_B > 0
     low, high = wilson(int(right_B.sum()), len(right_B))
     both = np.concatenate([chosen_B, rejected_B])
@@ -165,7 +165,8 @@ def held_out_figures(chosen_B: np.ndarray, rejected_B: np.ndarray) -> dict[str, 
         "eval/loss": np.logaddexp(0, -margin_B).mean(),
         "eval/margin": margin_B.mean(),
         "eval/score_mean": both.mean(),
-        # DETAIL: population std, over chosen and rejected alike, because the policy's responses will be of both kinds.
+        # DETAIL: the scores' std is the population's, over chosen and rejected alike, because the policy's responses
+        # will be of both kinds.
         "eval/score_std": both.std(),
     }
     prob_B = 1 / (1 + np.exp(-np.abs(margin_B)))
@@ -186,7 +187,7 @@ def held_out_figures(chosen_B: np.ndarray, rejected_B: np.ndarray) -> dict[str, 
 # [shared: learning rate]
 def learning_rate(step: int, num_steps: int, peak: float, schedule: str, warmup_steps: int) -> float:
     """Learning rate of step 1..num_steps: linear warm-up that peaks at step `warmup_steps`, then the schedule."""
-    # DETAIL: a function of the step, not of the optimizer step, because several of those may share one batch.
+    # DETAIL: the rate follows the step, not the optimizer step, because several of those may share one batch.
     if step < warmup_steps:
         return peak * step / warmup_steps
     if schedule == "constant":
@@ -313,8 +314,8 @@ def main(args: Args) -> None:
                 packed, rows_b = pack([s for i in part for s in sequences[i]], device), to_device(part, device)
                 chosen_b, rejected_b = model(packed)[1].view(-1, 2).unbind(-1)
                 loss_b = preference_loss(chosen_b, rejected_b, margin_B[rows_b], args.centring_coef)
-                # DETAIL: divided by the pairs of the step over all ranks; times the world size, because FSDP averages
-                # gradients over ranks.
+                # DETAIL: the loss is divided by the pairs of the step over all ranks; times the world size, because
+                # FSDP averages gradients over ranks.
                 (loss_b.sum() / args.pairs_per_step * world).backward()
                 metrics.add("rm/loss", loss_b.sum(), len(part))
                 metrics.add("rm/accuracy", (chosen_b > rejected_b).sum(), len(part))

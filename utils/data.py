@@ -217,7 +217,7 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
     else:
         # parquet gives every message every key: one that is null was not there
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        # DETAIL: tokenized by the template itself, because text tokenized again would get a second BOS.
+        # DETAIL: messages are tokenized by the template itself, because text tokenized again would get a second BOS.
         try:
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         except TemplateError as error:

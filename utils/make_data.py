@@ -171,7 +171,7 @@ def _hh_files(source: Path | None) -> dict[str, Path]:
 
 def _hold_out(rows: list[dict]) -> dict[str, list[dict]]:
     """Nine tenths of the conversations as train, one tenth as test; the same ones in every run."""
-    # DETAIL: by first turn, because the same conversation is in several rows, cut off at different turns.
+    # DETAIL: held out by first turn, because the same conversation is in several rows, cut off at different turns.
     first_turns = sorted({row["prompt"][0]["content"] for row in rows}, key=lambda text: seed_for("hh-rlhf", text))
     held_out = set(first_turns[: -(-len(first_turns) // 10)])
     splits: dict[str, list[dict]] = {"train": [], "test": []}

@@ -59,7 +59,8 @@ def gsm8k(response: str, row: dict) -> float:
     gold = _decimal(truth)
     if gold is None:
         raise ValueError(f"ground_truth {truth!r} is not a number")
-    # DETAIL: compared as numbers, because "18.0", "$18" and "1,000" are right answers that string equality rejects.
+    # DETAIL: answers are compared as numbers, because "18.0", "$18" and "1,000" are right answers that string equality
+    # rejects.
     return float(gsm8k_number(response) == gold)
 
 
