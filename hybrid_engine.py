@@ -225,6 +225,8 @@ class HybridEngine:
             warnings.simplefilter("ignore")  # about vLLM's own use of torch
             self.vllm = _import_vllm()
             self.llm = self.vllm.LLM(**{**settings, **vllm_args})
+        self._logprobs: dict[str, list[float]] = {}  # of the responses that are being generated, by vLLM's request id
+        self._keep_logprobs(self.llm.llm_engine.engine_core.engine_core.scheduler)
         # vLLM's CPU worker replaces set_num_threads by a no-op and overwrites LOCAL_WORLD_SIZE.
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
@@ -370,28 +372,49 @@ class HybridEngine:
         for owner, share in enumerate(shares):
             for uid, ids in share:
                 for sample in range(n):
-                    request_id = str(len(requests))
-                    requests[request_id] = Rollout(uid, sample, list(ids), [], [], "")
-                    if owner == self.tp_rank:
-                        mine.add(request_id)
                     # n single requests rather than one of n: that one would seed its children seed, seed + 1, ...
                     params = self._sampling_params(sampling, seed_for("sample", self.seed, step, uid, sample))
-                    engine.add_request(request_id, {"prompt_token_ids": list(ids)}, params)
+                    request_id = engine.add_request(str(len(requests)), {"prompt_token_ids": list(ids)}, params)
+                    requests[request_id] = rollout = Rollout(uid, sample, list(ids), [], [], "")
+                    self._logprobs[request_id] = rollout.logprobs
+                    if owner == self.tp_rank:
+                        mine.add(request_id)
+        # vLLM's step() without its output objects: with hundreds of responses, Python per token is what a step costs.
         while engine.has_unfinished_requests():
-            for output in engine.step():
-                if not output.finished:
-                    continue
-                rollout, completion = requests[output.request_id], output.outputs[0]
-                rollout.response_ids = list(completion.token_ids)
-                rollout.finish_reason = completion.finish_reason
-                if sampling.logprobs:
-                    rollout.logprobs = list(completion.logprobs.logprobs)
-                    assert len(rollout.logprobs) == len(rollout.response_ids), f"log-probs of prompt {rollout.uid}"
+            ended = []
+            for output in engine.engine_core.get_output().outputs:
+                requests[output.request_id].response_ids += output.new_token_ids
+                if output.finish_reason is not None:
+                    ended.append(output)
+            engine.output_processor.process_outputs(ended)  # forgets the request
+            for output in ended:
+                rollout = requests[output.request_id]
+                rollout.finish_reason = str(output.finish_reason)
+                expected = len(rollout.response_ids) if sampling.logprobs else 0
+                assert len(rollout.logprobs) == expected, f"prompt {rollout.uid}: {len(rollout.logprobs)} log-probs"
                 if on_finish is not None and output.request_id in mine:
                     on_finish(rollout)
+        self._logprobs.clear()
         rollouts = [requests[request_id] for request_id in requests if request_id in mine]
         assert all(r.response_ids for r in rollouts), "vLLM returned an empty response"
         return rollouts
+
+    def _keep_logprobs(self, scheduler) -> None:
+        """Take the sampled tokens' log-probs from the model runner's output, before vLLM makes objects of each."""
+        update = scheduler.update_from_output
+
+        def update_from_output(scheduled, output):
+            taken, output.logprobs = output.logprobs, None
+            outputs = update(scheduled, output)
+            if taken is not None:
+                assert taken.cu_num_generated_tokens is None, "speculative decoding: several tokens a request and step"
+                logprobs = taken.logprobs[:, 0].tolist()
+                for each in (one for client in outputs.values() for one in client.outputs):
+                    if each.new_token_ids:
+                        self._logprobs[each.request_id].append(logprobs[output.req_id_to_index[each.request_id]])
+            return outputs
+
+        scheduler.update_from_output = update_from_output
 
     def _sampling_params(self, sampling: Sampling, seed: int):
         return self.vllm.SamplingParams(
@@ -400,7 +423,6 @@ class HybridEngine:
             seed=seed,
             stop_token_ids=self.eos_token_ids,  # the token that stops stays in the response: it is learned too
             logprobs=0 if sampling.logprobs else None,  # 0: the sampled token alone
-            flat_logprobs=True,
             detokenize=False,
             output_kind=self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )

@@ -105,9 +105,14 @@ class PolicyModel(nn.Module):
         self.lm = lm
         self.saved_dtype = saved_dtype  # of the folder it was loaded from, and of the one it is exported to
         self.generation_config_file: str | None = None  # goes into the export as it is
+        self.head_chunk = _head_chunk
         if lm.config.tie_word_embeddings:
             # FSDP2 keeps one owner per parameter: the alias would be left behind on every unshard, so it goes.
             lm.set_output_embeddings(None)
+
+    def compile_head(self) -> None:
+        """Fuse what is done to [chunk, V] logits: each pass over them costs as much memory traffic as a small block."""
+        self.head_chunk = torch.compile(_head_chunk, dynamic=True)
 
     def forward(self, packed: Packed, temperature: float, entropy_grad: bool = False) -> tuple:
         """Log-prob and entropy, in nats, of each response token at `temperature`.
@@ -123,7 +128,7 @@ class PolicyModel(nn.Module):
         ):
             args = (hidden, head.weight, bias_V, target, temperature, entropy_grad)
             grad = torch.is_grad_enabled()
-            chunks.append(checkpoint(_head_chunk, *args, use_reentrant=False) if grad else _head_chunk(*args))
+            chunks.append(checkpoint(self.head_chunk, *args, use_reentrant=False) if grad else self.head_chunk(*args))
         logprobs_N, entropy_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         return logprobs_N, entropy_N
 

@@ -193,6 +193,8 @@ def _load(
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     assert blocks, f"{type(lm).__name__}: no transformer blocks found"
+    if compile_blocks and wrapper is PolicyModel:
+        model.compile_head()
     precision = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     for block in blocks:
         if compile_blocks:
