@@ -114,7 +114,8 @@ class Args:
     """Responses per prompt."""
     # [shared: rollout flags]
     temperature: float = 1.0
-    """Of sampling in training, and of every log-prob; evaluation is greedy."""
+    """Of sampling in training, and of every log-prob; evaluation is greedy.
+    There is no top_p, top_k or min_p: they would make the ratio wrong by the mass that they cut off."""
     tensor_parallel_size: int = 1
     """Ranks that hold one vLLM replica together."""
     kv_cache_gib: float = 8.0
@@ -537,9 +538,11 @@ def main(args: Args) -> None:
 
         # ---- 8 log, evaluate, save ----
         scores_PG = scores_B.view(P, G)
-        equal_P = scores_PG.amax(-1) == scores_PG.amin(-1)
+        equal_P, right_P = scores_PG.amax(-1) == scores_PG.amin(-1), scores_PG[:, 0] > 0
         metrics.add("reward/score_std", scores_PG.std(-1).sum(), P)
         metrics.add("reward/zero_std_frac", equal_P.sum(), P)
+        metrics.add("reward/all_right_frac", (equal_P & right_P).sum(), P)
+        metrics.add("reward/all_wrong_frac", (equal_P & ~right_P).sum(), P)
         metrics.add("optim/lr", lr)
         # [shared: log and evaluate]
         for key, value in mismatch(first_logprobs_BR, rollout_logprobs_BR, audited_BR).items():

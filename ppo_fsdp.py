@@ -130,7 +130,8 @@ class Args:
     """Responses per prompt."""
     # [shared: rollout flags]
     temperature: float = 1.0
-    """Of sampling in training, and of every log-prob; evaluation is greedy."""
+    """Of sampling in training, and of every log-prob; evaluation is greedy.
+    There is no top_p, top_k or min_p: they would make the ratio wrong by the mass that they cut off."""
     tensor_parallel_size: int = 1
     """Ranks that hold one vLLM replica together."""
     kv_cache_gib: float = 8.0

@@ -8,7 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -21,6 +30,7 @@ def make_model(folder: Path, family: str = "qwen2", tie: bool = True, seed: int 
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
         "phi": (PhiConfig, PhiForCausalLM),
+        "gpt2": (GPT2Config, GPT2LMHeadModel),
     }[family]
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 261, **sizes}
     config = config_class(
@@ -61,16 +71,9 @@ def torchrun(num_ranks: int, *command, **kwargs) -> subprocess.CompletedProcess:
 
 def pytest_collection_modifyitems(items):
     """Fast files first: those that start whole runs come last."""
-    last = [
-        "test_engine",
-        "test_bad_input",
-        "test_ranks",
-        "test_equivalence",
-        "test_runs",
-        "test_ppo_runs",
-        "test_demo",
-    ]
-    items.sort(key=lambda item: last.index(item.path.stem) if item.path.stem in last else -1)
+    last = ["engine", "bad_input", "ranks", "equivalence", "runs", "ppo_runs", "demo", "faults"]
+    place = {f"test_{name}": k for k, name in enumerate(last)}
+    items.sort(key=lambda item: place.get(item.path.stem, -1))
 
 
 @pytest.fixture(scope="session")

@@ -28,10 +28,16 @@ def test_groups_do_not_mix_and_are_prompt_major():
     close(both, [1.5, -0.5, -0.5, -0.5, 0.86603, 0.86603, -0.86603, -0.86603])
 
 
-def test_equal_and_nearly_equal_scores_are_not_blown_up():
-    assert advantages([0.7] * 8, True).abs().max() == 0
-    # 0.1 + 0.2 - 0.3 style dust: std 2.8e-8 must not turn into advantages of order one
+def test_fault_06_a_group_of_equal_scores_has_advantage_0():
+    for scale in (True, False):
+        assert advantages([0.7] * 4 + [1.0] * 4 + [0.0] * 4 + [-3.0] * 4, scale).tolist() == [0.0] * 16
+
+
+def test_fault_07_nearly_equal_scores_are_not_blown_up():
+    # 0.1 + 0.2 - 0.3 style dust: std 5e-9 must not turn into advantages of order one
     assert advantages([0.3, 0.30000001, 0.3, 0.3], True).abs().max() < 1e-4
+    # a small spread on top of a large mean, of which E[x2] - E[x]2 would leave nothing
+    close(advantages([1000.0, 1000.01, 1000.0, 1000.0], True), [-0.5, 1.5, -0.5, -0.5])
 
 
 def test_a_response_without_a_score_leaves_its_group_as_if_it_had_not_been_sampled():
@@ -86,7 +92,7 @@ EXACT_GRADIENT = [0.23757, -0.01071, -0.22686]  # of KL(pi || ref) on pi's logit
 
 @pytest.mark.parametrize("estimator, mean", [("k1", 0.21801), ("k2", 0.20906), ("k3", 0.21801)])
 @pytest.mark.parametrize("old", [[0.5, 0.3, 0.2], [0.4, 0.4, 0.2]])
-def test_kl_has_the_estimators_value_and_the_reverse_kls_gradient(estimator, mean, old):
+def test_fault_04_kl_has_the_estimators_value_and_the_reverse_kls_gradient(estimator, mean, old):
     """Expectations over the three tokens, taken exactly; off-policy the ratio must correct the gradient."""
     logits = PI.log().clone().requires_grad_()
     old = torch.tensor(old)

@@ -10,10 +10,14 @@ from functools import cache
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tyro
 from conftest import ROOT, run
 
+import grpo_fsdp
+import ppo_fsdp
 from utils import tiny
 from utils.data import PromptData
+from utils.preflight import check_divides, check_minibatch
 
 REWARDS = """
 import time, os
@@ -282,6 +286,37 @@ def test_one_clear_line(endings, script, case):
     lines = ending.removeprefix("error: ").split("\n")  # one for each kind of fault in preference rows
     assert len(lines) == 1 + pattern.count(r"\n"), ending
     assert all(line.startswith("--") and "; " in line for line in lines), "the rule, and what works"
+
+
+@pytest.mark.parametrize(("script", "case"), [
+    ("grpo_fsdp", "minibatch"), ("grpo_fsdp", "tensor parallel"), ("ppo_fsdp", "minibatch"),
+])  # fmt: skip
+def test_fault_37_a_size_that_does_not_divide_is_refused(endings, script, case):
+    """Over the ranks: see `test_two_ranks_stop_together_on_what_one_of_them_finds`."""
+    test_one_clear_line(endings, script, case)
+
+
+def test_fault_37_a_size_that_is_named_as_working_divides():
+    def named(check, *args):
+        with pytest.raises(ValueError, match=r"works$") as caught:
+            check(*args)
+        return [int(n) for n in re.findall(r"(\d+) (?:or|works)", str(caught.value))]
+
+    for prompts, ranks, sizes in ((3, 2, [2, 4]), (1, 8, [8]), (65, 8, [64, 72])):
+        assert named(check_divides, {"prompts_per_step": prompts}, "prompts_per_step", ranks) == sizes
+        for size in sizes:
+            check_divides({"prompts_per_step": size}, "prompts_per_step", ranks)
+    flags = {"prompts_per_step": 6, "group_size": 4, "minibatch_size": 9}  # in responses, whatever the ranks
+    assert named(check_minibatch, flags) == [8]
+    check_minibatch(flags | {"minibatch_size": 8})
+
+
+@pytest.mark.parametrize("script", [grpo_fsdp, ppo_fsdp])
+@pytest.mark.parametrize("flag", ["--top-p", "--top-k", "--min-p"])
+def test_fault_16_there_is_no_flag_that_cuts_the_sampling(script, flag, capsys):
+    with pytest.raises(SystemExit) as ending:
+        tyro.cli(script.Args, args=[flag, "0.9"])
+    assert ending.value.code == 2 and flag in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", TABLES)

@@ -51,7 +51,7 @@ def test_auto_without_a_checkpoint_starts_afresh(tmp_path, process_group):
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
-def test_what_may_change_and_what_may_not(run_dir):
+def test_fault_44_what_may_change_and_what_may_not(run_dir):
     assert reopen(run_dir, "auto", {**ARGS, "num_steps": 9, "max_tokens_per_gpu": 99})[1] == 10
     with pytest.raises(ValueError, match=r"--seed 2: differs from the resumed run's 1"):
         reopen(run_dir, "auto", {**ARGS, "seed": 2})

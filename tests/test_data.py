@@ -190,7 +190,7 @@ def test_null_prompt_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(("n", "per_step"), [(10, 4), (12, 4), (7, 7), (5, 12), (1, 3)])
-def test_every_uid_once_per_epoch(n, per_step):
+def test_fault_44_every_uid_once_per_epoch(n, per_step):
     stream = [uid for step in range(1, 3 * n + 1) for uid in step_uids(n, 5, step, per_step)]
     assert len(set(stream)) == len(stream)  # a row that comes again has another uid, so other samples
     for start in range(0, len(stream) - n + 1, n):
@@ -199,7 +199,7 @@ def test_every_uid_once_per_epoch(n, per_step):
         assert epoch == epoch_order(n, 5, start // n).tolist()
 
 
-def test_order_depends_on_seed_and_epoch_and_step_alone():
+def test_fault_44_order_depends_on_seed_and_epoch_and_step_alone():
     want = {step: step_uids(100, 3, step, 16) for step in range(1, 20)}
     epoch_order.cache_clear()
     assert step_uids(100, 3, 19, 16) == want[19]  # without the steps before

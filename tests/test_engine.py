@@ -1,5 +1,7 @@
 """The hybrid engine on one rank: real vLLM, real FSDP2. One engine serves the whole file."""
 
+import json
+
 import pytest
 import torch
 from conftest import make_model, sequences
@@ -15,7 +17,10 @@ PROMPTS = [[1, 2, 3], [9, 8], [7, 20, 33, 41], [4, 4, 4, 4, 4]]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return str(make_model(tmp_path_factory.mktemp("engine") / "m", tie=True))
+    path = make_model(tmp_path_factory.mktemp("engine") / "m", tie=True)
+    sampling = {"eos_token_id": [5, 6], "do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    (path / "generation_config.json").write_text(json.dumps(sampling))  # as many chat models come
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +67,13 @@ def largest_difference(rollouts, policy, temperature):
     return (trainer - torch.tensor([x for r in rollouts for x in r.logprobs])).abs().max().item()
 
 
-def test_generate_before_the_first_sync_is_an_error(engine):
-    if not engine.synced:  # the first test of the file; meaningless on a rerun of one test after others
+def test_fault_27_generate_before_the_first_sync_is_an_error(engine):
+    if engine._planned_for is None:  # the first test of the file; meaningless on a rerun of one test after others
         with pytest.raises(AssertionError, match="generate before sync_weights"):
             engine_logprobs(engine)
 
 
-def test_after_a_step_and_a_sync_every_engine_parameter_is_the_trainers(engine, policy):
+def test_fault_30_after_a_step_and_a_sync_every_engine_parameter_is_the_trainers(engine, policy):
     engine.sync_weights(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     policy(pack(sequences(PROMPTS, [[1, 2]] * 4), torch.device("cpu")), 1.0)[0].sum().backward()
@@ -102,7 +107,7 @@ def test_sync_writes_the_shards_not_what_a_forward_left_gathered(engine, policy)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_engine_logprobs_are_the_trainers(engine, policy, temperature):
+def test_fault_15_engine_logprobs_are_the_trainers(engine, policy, temperature):
     engine.sync_weights(policy)
     rollouts = engine_logprobs(engine, temperature=temperature)
     assert largest_difference(rollouts, policy, temperature) < 1e-4
@@ -119,7 +124,38 @@ def test_greedy_tokens_are_those_of_transformers(engine, policy, path):
         assert rollout.response_ids == expected[0, len(prompt) :].tolist()
 
 
-def test_stale_prefixes_do_not_survive_a_sync(engine, policy):
+def test_fault_16_the_folders_generation_config_does_not_cut_the_sampling(engine, policy, path):
+    """Its top_p of 0.8 would leave out what stands behind 0.8 of the mass, a fifth of the tokens."""
+    engine.sync_weights(policy)
+    rollouts = engine_logprobs(engine, n=6)
+    assert largest_difference(rollouts, policy, 1.0) < 1e-4
+    model, behind = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), []
+    for rollout in rollouts:
+        ids = torch.tensor(rollout.prompt_ids + rollout.response_ids)
+        probs = model(ids[None]).logits[0, len(rollout.prompt_ids) - 1 : -1].softmax(-1)
+        sampled = probs.gather(-1, torch.tensor(rollout.response_ids)[:, None])
+        behind += ((probs * (probs > sampled)).sum(-1) > 0.8).tolist()
+    assert len(behind) > 400 and 0.15 < sum(behind) / len(behind) < 0.25
+
+
+def test_fault_23_each_prompt_gets_its_own_response_in_whatever_order_they_end(engine, policy, path, monkeypatch):
+    ends = list(range(5, 40))
+    monkeypatch.setattr(engine, "eos_token_ids", ends)
+    engine.sync_weights(policy)
+    prompts, finished = [[i + 50, i + 90] for i in range(24)], []
+    rollouts = engine.generate(
+        prompts, range(24), n=1, step=0, sampling=Sampling(0.0, max_tokens=24, logprobs=False),
+        on_finish=lambda rollout: finished.append(rollout.uid),
+    )  # fmt: skip
+    assert finished != sorted(finished) and len({len(r.response_ids) for r in rollouts}) > 3
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for uid, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True)):
+        greedy = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends, "pad_token_id": 0}
+        expected = model.generate(torch.tensor([prompt]), **greedy)[0, 2:].tolist()
+        assert (rollout.uid, rollout.prompt_ids, rollout.response_ids) == (uid, prompt, expected)
+
+
+def test_fault_20_stale_prefixes_do_not_survive_a_sync(engine, policy):
     """A prompt of three whole cache blocks, before and after the weights change."""
     prompt = [list(range(20, 120))]
     engine.sync_weights(policy)
@@ -131,7 +167,7 @@ def test_stale_prefixes_do_not_survive_a_sync(engine, policy):
     assert largest_difference(engine_logprobs(engine, prompts=prompt), policy, 1.0) < 1e-4
 
 
-def test_samples_depend_on_seed_step_uid_and_sample_alone(engine, policy):
+def test_fault_24_samples_depend_on_seed_step_uid_and_sample_alone(engine, policy):
     engine.sync_weights(policy)
 
     def sample(order, step=1, n=3):
@@ -152,7 +188,7 @@ def test_samples_depend_on_seed_step_uid_and_sample_alone(engine, policy):
     engine.seed = seed
 
 
-def test_every_end_of_sequence_id_ends_a_response_and_stays_in_it(engine, policy, monkeypatch):
+def test_fault_21_every_end_of_sequence_id_ends_a_response_and_stays_in_it(engine, policy, monkeypatch):
     ends = {5, 6, 7, 8}  # the folder names 5 and 6, which vLLM finds by itself
     monkeypatch.setattr(engine, "eos_token_ids", sorted(ends))
     engine.sync_weights(policy)
@@ -181,7 +217,7 @@ def test_on_finish_hands_over_each_response_once_and_whole_while_others_run(engi
     assert max(unfinished) > 0
 
 
-def test_sleep_and_wake(engine, policy):
+def test_fault_27_sleep_and_wake(engine, policy):
     engine.sync_weights(policy)
     with pytest.raises(ValueError, match="kv"):
         engine.sleep("weights")

@@ -29,7 +29,7 @@ def plain(path, temperature):
     return model, torch.cat(logprobs), torch.cat(entropies)
 
 
-@pytest.mark.parametrize(
+families = pytest.mark.parametrize(
     "family, tie, options",
     [
         ("qwen2", True, {}),
@@ -37,11 +37,25 @@ def plain(path, temperature):
         ("llama", False, {}),
         ("sliding", True, {}),
         ("phi", False, {}),  # a bias on the head, and dropout
+        ("gpt2", True, {}),  # absolute positions: a shift of a whole sequence changes its numbers
     ],
 )
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_packed_equals_one_by_one(process_group, tmp_path, monkeypatch, family, tie, options, temperature):
+
+
+@families
+def test_fault_39_packed_equals_one_by_one(process_group, tmp_path, monkeypatch, family, tie, options):
     monkeypatch.setattr(forward, "HEAD_CHUNK", 3)  # several chunks, the last one short
+    compare(process_group, tmp_path, family, tie, options, temperature=1.0)
+
+
+@families
+def test_fault_15_logits_are_divided_by_the_temperature(process_group, tmp_path, family, tie, options):
+    """Once, before log-prob and entropy alike."""
+    compare(process_group, tmp_path, family, tie, options, temperature=0.5)
+
+
+def compare(process_group, tmp_path, family, tie, options, temperature):
+    """Log-probs, entropies and the gradient of the packed forward with those of `plain`."""
     sizes = {}
     if family == "sliding":
         family, sizes = "qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}

@@ -10,7 +10,7 @@ from utils.packing import mask_from_lengths, pack, pad_rows, plan_micro_batches,
 CPU = torch.device("cpu")
 
 
-def test_pad_and_mask_tell_padding_by_length_not_by_value():
+def test_fault_38_pad_and_mask_tell_padding_by_length_not_by_value():
     rows = [[0, 7, 0], [0], [3, 0]]  # token 0 is both padding and a real token
     padded_BR = pad_rows(rows, torch.long, 3)
     mask_BR = mask_from_lengths(torch.tensor([3, 1, 2]), 3)
@@ -18,7 +18,7 @@ def test_pad_and_mask_tell_padding_by_length_not_by_value():
     assert mask_BR.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
 
 
-def test_pack_golden():
+def test_fault_39_pack_golden():
     packed = pack(sequences([[1, 2], [3]], [[4], [5, 6]]), CPU)
     assert packed.input_ids_T.tolist() == [1, 2, 4, 3, 5, 6]
     assert packed.position_ids_T.tolist() == [0, 1, 2, 0, 1, 2]

@@ -30,13 +30,13 @@ def one_gae(rewards, values, bootstrap, gamma, lam):
     ([0.1, -0.2, 1], [0.3, 0.6, 0.2], 0.0, 0.9, 0.8, [0.30832, -0.04400, 0.80000]),
     ([-0.02, 0.01, 0.97], [0.5, 0.5, 0.5], 0.0, 1.0, 0.95, [0.41367, 0.45650, 0.47000]),  # KL in the reward
 ])  # fmt: skip
-def test_gae_golden(rewards, values, bootstrap, gamma, lam, expected):
+def test_fault_09_gae_golden(rewards, values, bootstrap, gamma, lam, expected):
     advantages, returns = one_gae(rewards, values, bootstrap, gamma, lam)
     close(advantages, expected)
     close(returns, [a + v for a, v in zip(expected, values, strict=True)])
 
 
-def test_gae_is_the_sum_of_discounted_td_errors_on_ragged_rows():
+def test_fault_09_gae_is_the_sum_of_discounted_td_errors_on_ragged_rows():
     """The definition (1506.02438 eq. 16), row by row, with rows of 1 to 7 tokens and garbage on the padding."""
     torch.manual_seed(0)
     lengths, gamma, lam = torch.tensor([7, 1, 4, 6]), 0.9, 0.7
@@ -56,7 +56,7 @@ def test_lambda_1_and_value_zero_is_the_discounted_return_to_go():
     close(advantages, [0.5 - 0.9 + 0.81 * 2, -1 + 0.9 * 2, 2.0])
 
 
-def test_token_rewards_golden():
+def test_fault_09_token_rewards_golden():
     """The score stands on the last token of each response, the KL on all of them."""
     kl = torch.tensor([[-1 + 1.2, -0.5 + 0.4, -2 + 2.3], [0.5, 0, 0]])
     rewards = token_rewards(torch.tensor([1.0, -2.0], dtype=torch.float64), torch.tensor([3, 1]), kl, 0.1)
@@ -116,7 +116,7 @@ def test_kl_controller_golden(controller, expected):
         assert next_kl_coef(0.2, kl, 6.0, 512, 10000, controller) == pytest.approx(coef, abs=1e-7)
 
 
-def test_kl_in_the_reward_has_the_gradient_of_the_whole_sequences_kl():
+def test_fault_04_kl_in_the_reward_has_the_gradient_of_the_whole_sequences_kl():
     """Two tokens of two kinds, summed over all four sequences: what a token does to the KL of the next one counts."""
     torch.manual_seed(0)
     first, second = torch.randn(2, requires_grad=True), torch.randn(2, 2, requires_grad=True)

@@ -5,12 +5,15 @@ import re
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, SHARED, needs_shared, run, torchrun
-from test_runs import LR, STEPS, recorded, replay, rows, same_run, weights
+from test_golden import GOLDEN
+from test_runs import LR, STEPS, TEMPERATURE, recorded, replay, rows, same_run, weights
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from utils import tiny
 from utils.tiny_pairs import make_pairs
@@ -26,6 +29,7 @@ def ppo(folder, name):
         "--minibatch-size", 16, "--update-epochs", 2, "--lr", LR, "--critic-lr", LR, "--max-prompt-len", 16,
         "--max-response-len", 12, "--kl-coef", 0.05, "--kl-controller", "horizon", "--kl-horizon", 100,
         "--kl-target", 0.01, "--entropy-coef", 0.01, "--kv-cache-gib", 0.125, "--max-num-seqs", 64, "--eval-every", 2,
+        "--temperature", TEMPERATURE,
     ]  # fmt: skip
 
 
@@ -91,6 +95,58 @@ def test_the_straight_run_trained_both_models_and_steered_the_kl(folder):
     assert 0.8 < phases / last["time/step_s"] <= 1.0
 
 
+def test_fault_05_the_kl_is_logged_under_the_names_of_its_estimators(folder):
+    """k1 may be below 0, k2 and k3 may not; the controller steers by k1 summed over each response."""
+    for row in rows(folder / "straight")[2:]:
+        keys = {key for key in row if "ref_kl" in key}
+        assert keys == {"policy/ref_kl_k1", "policy/ref_kl_k2", "policy/ref_kl_k3", "policy/ref_kl_response"}
+        tokens = row["rollout/response_len"]
+        assert row["policy/ref_kl_k1"] * tokens == pytest.approx(row["policy/ref_kl_response"], rel=1e-4)
+        assert row["policy/ref_kl_k2"] > 0 and row["policy/ref_kl_k3"] > 0
+        assert row["policy/ref_kl_k2"] == pytest.approx(row["policy/ref_kl_k3"], rel=0.5)  # alike for a small KL
+
+
+def test_fault_15_the_log_probs_of_a_run_are_at_its_temperature(folder):
+    first = rows(folder / "straight")[1]
+    assert first["rollout/logprob_diff_max"] < 1e-4
+    assert first["policy/approx_kl"] < 0.1 and first["policy/ref_kl_k2"] == 0  # the reference is the first policy
+
+
+def test_fault_09_the_end_of_a_response_is_worth_nothing(tmp_path):
+    """At lambda 1 a token's return is the score, and where a response was cut off, the value of that state."""
+    tiny.make_model(tmp_path / "model", seed=11, num_sft_steps=0)
+    tiny.make_data(tmp_path / "data")
+    config = AutoConfig.from_pretrained(tmp_path / "model", num_labels=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        critic = AutoModelForSequenceClassification.from_config(config)
+        critic.score.weight.data.normal_()
+    critic.save_pretrained(tmp_path / "critic")
+    AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "critic")
+    table = pq.read_table(GOLDEN / "rollouts/step_1.parquet")
+    responses = table.to_pylist()
+    for i, row in enumerate(responses):
+        row["finish_reason"] = ("stop", "length")[i % 2]
+    (tmp_path / "rollouts").mkdir()
+    pq.write_table(pa.Table.from_pylist(responses, table.schema), tmp_path / "rollouts/step_1.parquet")
+    start(
+        ROOT / "ppo_fsdp.py", "--run-dir", tmp_path / "run", "--model", tmp_path / "model", "--reward", "tiny",
+        "--train-files", tmp_path / "data/train.parquet", "--replay", tmp_path / "rollouts", "--num-steps", 1,
+        "--critic-model", tmp_path / "critic", "--prompts-per-step", 4, "--group-size", 4, "--minibatch-size", 16,
+        "--update-epochs", 1, "--kl-coef", 0, "--gae-lambda", 1, "--value-clip", 0, "--bootstrap-truncated",
+        "--max-prompt-len", 16, "--max-response-len", 12, "--save-every", 0, "--export-hf", "off",
+    )  # fmt: skip
+    errors = []
+    for row in responses:
+        with torch.no_grad():
+            hidden = critic.base_model(torch.tensor([row["prompt_ids"] + row["response_ids"]])).last_hidden_state[0]
+        values = critic.score(hidden)[len(row["prompt_ids"]) - 1 :, 0]
+        end = values[-1] if row["finish_reason"] == "length" else 0.0
+        errors.append(values[:-1] - (row["score"] + end))
+    expected = 0.5 * torch.cat(errors).square().mean().item()
+    assert rows(tmp_path / "run")[0]["value/loss"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_two_ranks_are_one_rank(folder):
     torchrun(2, *ppo(folder, "replicas"), "--max-tokens-per-gpu", 60)
     same_run(folder / "replicas", folder / "straight")
@@ -121,7 +177,7 @@ def test_tensor_parallel_checkpointing_and_critic_warmup(folder):
     assert first["policy/ref_kl_k1"] == 0 and rows(folder / "split")[2]["policy/ref_kl_k1"] == 0
 
 
-def test_resumed_is_straight_to_the_bit(folder, tmp_path):
+def test_fault_44_resumed_is_straight_to_the_bit(folder, tmp_path):
     """Policy, critic, both optimizers and the KL controller."""
     start(*ppo(folder, "resumed"), "--resume", folder / "straight/checkpoints/step_1", "--save-every", 1)
     for mine, other in zip(rows(folder / "resumed"), rows(folder / "straight")[2:], strict=True):
@@ -147,9 +203,13 @@ def test_reward_model_run_folder(folder):
     assert model.config.num_labels == 1 and model.config.pad_token_id == tokenizer.pad_token_id
     assert model.config.score_mean == log[-1]["eval/score_mean"]
     assert model.config.score_std == log[-1]["eval/score_std"]
-    # the held-out accuracy and mean again, in plain transformers, in padded batches
-    import pyarrow.parquet as pq
 
+
+def test_fault_35_held_out_figures_are_of_every_pair(folder):
+    """The last accuracy and mean again, in plain transformers, in padded batches."""
+    log, run_dir = rows(folder / "rm"), folder / "rm"
+    model = AutoModelForSequenceClassification.from_pretrained(run_dir / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf")
     pairs = pq.read_table(folder / "data/val_pairs.parquet").to_pylist()
     scores = []
     for kind in ("chosen", "rejected"):
@@ -167,7 +227,7 @@ def test_reward_model_layouts_do_not_change_the_numbers(folder):
     same_run(folder / "rm_split", folder / "rm")
 
 
-def test_reward_model_resumed_is_straight_to_the_bit(folder):
+def test_fault_44_reward_model_resumed_is_straight_to_the_bit(folder):
     start(*reward_model(folder, "rm_resumed", "--resume", folder / "rm/checkpoints/step_6"))
     assert [row["step"] for row in rows(folder / "rm_resumed")] == list(range(7, 13))
     straight, resumed = weights(folder / "rm"), weights(folder / "rm_resumed")

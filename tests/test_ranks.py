@@ -44,7 +44,7 @@ def test_engine_logprobs_are_the_trainers(layouts, layout):
     assert [rank["empty"] for rank in layouts[layout]] == [1, 0][: len(layouts[layout])]
 
 
-def test_the_samples_are_the_same_in_every_layout(layouts):
+def test_fault_24_the_samples_are_the_same_in_every_layout(layouts):
     merged = {
         name: {key: value for rank in ranks for key, value in rank["samples"].items()}
         for name, ranks in layouts.items()
@@ -56,3 +56,9 @@ def test_the_samples_are_the_same_in_every_layout(layouts):
         for key, (ids, logprobs) in one.items():
             assert merged[name][key][0] == ids, (name, key)
             assert merged[name][key][1] == pytest.approx(logprobs, abs=tolerance, rel=0), (name, key)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fault_24_no_two_ranks_repeat_each_others_samples(layouts, layout):
+    responses = [tuple(ids) for rank in layouts[layout] for ids in rank["same_prompt"]]
+    assert len(responses) == 4 * len(layouts[layout]) == len(set(responses))

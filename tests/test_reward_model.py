@@ -98,7 +98,7 @@ def test_a_filling_micro_batch_has_a_gradient_of_zero(model):
     model.zero_grad()
 
 
-def test_the_exported_folder_gives_the_same_scores_in_plain_transformers(model, tmp_path):
+def test_fault_38_the_exported_folder_gives_the_same_scores_in_plain_transformers(model, tmp_path):
     """Right-padded batches, rows that end in and hold the end-of-sequence token: pad must not be taken for an end."""
     tokenizer = tiny.make_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token  # as many base models come

@@ -106,7 +106,7 @@ def assert_gone(pid: int, limit_s: float = 5.0) -> None:
 RIGHT = {
     "18": ["#### 18", "####18", "#### $18", "####  18.", "#### **18**", "#### 18.0", "#### 18%", "#### 18 apples",
            "#### +18", "#### 9\nno:\n#### 18", "#### $\\boxed{18}$", "#### \\$18", "#### `18`", "####\n18\n- 3 left",
-           "#### 18, as said"],
+           "#### 18, as said", "#### 18\n" + "as I said, " * 100],
     "1000": ["#### 1,000", "#### 1000", "#### $1,000.00", "#### 1,000."],
     "1,000": ["#### 1000"],
     "-5": ["#### -5", "#### -$5", "#### $-5", "#### −5", "#### **-5.00**"],
@@ -124,7 +124,7 @@ WRONG = {
 }  # fmt: skip
 
 
-def test_gsm8k_formats():
+def test_fault_43_gsm8k_formats():
     for want, table in ((1.0, RIGHT), (0.0, WRONG)):
         for truth, responses in table.items():
             for response in responses:
@@ -138,7 +138,7 @@ def test_gsm8k_formats():
     assert time.perf_counter() - start < 5
 
 
-def test_gsm8k_number_tells_extraction_failures_from_wrong_answers():
+def test_fault_43_gsm8k_number_tells_extraction_failures_from_wrong_answers():
     assert gsm8k_number("so\n#### $1,234.50") == Decimal("1234.5")
     assert gsm8k_number("the answer is 7") is None
     with pytest.raises(ValueError, match="ground_truth 'x' is not a number"):

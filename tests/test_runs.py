@@ -5,13 +5,17 @@ import re
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, SHARED, needs_shared, run, torchrun
 from safetensors.numpy import load_file
+from test_golden import GOLDEN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from utils import tiny
 
+TEMPERATURE = 0.5  # not 1, so that a log-prob of another temperature shows
 LR, STEPS, UPDATES = 1e-4, 3, 3 * 2 * 2
 SCRIPT = ROOT / "grpo_fsdp.py"
 
@@ -40,7 +44,7 @@ def command(folder, name):
         "--num-steps", STEPS,
         "--prompts-per-step", 8, "--group-size", 4, "--minibatch-size", 16, "--update-epochs", 2, "--lr", LR,
         "--max-prompt-len", 16, "--max-response-len", 12, "--kl-coef", 0.05, "--kv-cache-gib", 0.125,
-        "--max-num-seqs", 64, "--eval-every", 2,
+        "--max-num-seqs", 64, "--eval-every", 2, "--temperature", TEMPERATURE,
     ]  # fmt: skip
 
 
@@ -90,6 +94,71 @@ def test_the_straight_run_learned_and_left_a_whole_run_folder(folder):
         assert exported == source, name
     log = (folder / "straight.log").read_text()
     assert "straight: mean score" in log and "on 200 held-out prompts" in log
+
+
+def test_fault_05_the_kl_is_logged_under_the_name_of_its_estimator(folder):
+    for row in rows(folder / "straight")[1:]:
+        assert [key for key in row if "ref_kl" in key] == ["policy/ref_kl_k3"] and row["policy/ref_kl_k3"] > 0
+
+
+def test_fault_15_the_log_probs_of_a_run_are_at_its_temperature(folder):
+    """Those before the update against the engine's; those of the update, and the reference's, against them."""
+    first = rows(folder / "straight")[1]
+    assert first["rollout/logprob_diff_max"] < 1e-4
+    assert first["policy/approx_kl"] < 0.1 and first["policy/ref_kl_k3"] < 0.1
+
+
+def test_fault_22_responses_are_trained_as_the_ids_that_were_sampled(folder):
+    """A random model's bytes are seldom text: made into text and back, most responses are other ids."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    for step in (1, 2, 3):
+        recorded = pq.read_table(folder / f"rollouts/step_{step}.parquet").to_pylist()
+        ids = [row["response_ids"] for row in recorded]
+        again = tokenizer(tokenizer.batch_decode(ids), add_special_tokens=False).input_ids
+        assert sum(a != b for a, b in zip(ids, again, strict=True)) > len(ids) / 2
+        assert [len(row["logprobs"]) for row in recorded] == [len(i) for i in ids]
+        assert rows(folder / "straight")[step]["rollout/logprob_diff_max"] < 1e-4
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory):
+    """The figures of one step on responses whose scores are set here; padding is the end of sequence, as often it is.
+
+    One response ends in it, and there alone the engine's log-prob is not the trainer's.
+    """
+    folder = tmp_path_factory.mktemp("by_hand")
+    tiny.make_model(folder / "model", seed=11, num_sft_steps=0)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder / "model")
+    tiny.make_data(folder / "data")
+    table = pq.read_table(GOLDEN / "rollouts/step_1.parquet")
+    responses = table.to_pylist()
+    for row, score in zip(responses, [1.0] * 4 + [0.0] * 4 + [-0.5] * 4 + [1.0, 0.0, 0.0, 0.5], strict=True):
+        row["score"] = score
+    responses[-1]["response_ids"][-1], responses[-1]["logprobs"][-1] = tokenizer.eos_token_id, 0.0
+    (folder / "rollouts").mkdir()
+    pq.write_table(pa.Table.from_pylist(responses, table.schema), folder / "rollouts/step_1.parquet")
+    result = run([
+        sys.executable, SCRIPT, "--run-dir", folder / "run", "--model", folder / "model", "--reward", "tiny",
+        "--train-files", folder / "data/train.parquet", "--replay", folder / "rollouts", "--num-steps", 1,
+        "--prompts-per-step", 4, "--group-size", 4, "--max-prompt-len", 16, "--max-response-len", 12,
+        "--save-every", 0, "--export-hf", "off",
+    ])  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    return rows(folder / "run")[0] | {"tokens": sum(row["length"] for row in responses)}
+
+
+def test_fault_06_groups_without_a_gradient_are_told_apart(by_hand):
+    shares = [by_hand[f"reward/{name}_frac"] for name in ("zero_std", "all_right", "all_wrong")]
+    assert shares == [0.75, 0.25, 0.5]
+
+
+def test_fault_38_the_end_of_sequence_is_trained_though_it_is_the_padding_too(by_hand):
+    assert by_hand["optim/num_tokens"] == by_hand["tokens"]
+    assert by_hand["rollout/logprob_diff_max"] > 3  # of the one token that is off, so the mask holds it
+    mean = by_hand["rollout/logprob_diff_max"] / by_hand["tokens"]
+    assert by_hand["rollout/logprob_diff_mean"] == pytest.approx(mean, rel=1e-4)  # and holds no padding
 
 
 @pytest.mark.parametrize("name, flags", [
@@ -160,7 +229,7 @@ def test_a_replay_that_is_not_of_the_recorded_run_says_so(folder):
         assert "Traceback" not in result.stderr
 
 
-def test_resumed_is_straight_to_the_bit(folder):
+def test_fault_44_resumed_is_straight_to_the_bit(folder):
     checkpoint = folder / "straight/checkpoints/step_1"
     result = run([sys.executable, *command(folder, "resumed"), "--resume", checkpoint])
     assert result.returncode == 0, result.stderr[-4000:]
@@ -169,7 +238,7 @@ def test_resumed_is_straight_to_the_bit(folder):
     assert all(np.array_equal(resumed[name], straight[name]) for name in straight)
 
 
-def test_resume_auto_cuts_the_log_back_and_goes_on(folder):
+def test_fault_44_resume_auto_cuts_the_log_back_and_goes_on(folder):
     """A run killed after step 2 was logged but before it was saved."""
     stopped = folder / "stopped"
     result = run([sys.executable, *command(folder, "stopped"), "--save-every", 1, "--num-steps", 1])

@@ -220,7 +220,7 @@ def test_scores_are_brought_to_the_scale_that_config_json_records(world):
     close(scorer.model_scores(world.rollouts, world.data).tolist(), [3 * (x - 0.3) / 2.5 for x in raw])
 
 
-def test_rules_are_summed_apart_from_models_and_go_with_their_response(world):
+def test_fault_23_rules_are_summed_apart_from_models_and_go_with_their_response(world):
     file = f"{world.tmp}/rewards.py"
     spec = f"{file}:length:0.5,model:{world.own}:2,{file}:truth:10"
     scorer = world.scorer(spec, rollouts=world.rollouts)
@@ -262,7 +262,7 @@ def evaluated(world):
     )
 
 
-def test_an_evaluation_counts_every_row_and_no_score_as_0(evaluated):
+def test_fault_35_an_evaluation_counts_every_row_and_no_score_as_0(evaluated):
     answers, figures, _, expected = evaluated
     assert figures["eval/score"] == pytest.approx(sum(expected) / 5, abs=1e-5)
     assert figures["eval/error_frac"] == 0.4 and figures["eval/truncated_frac"] == 0.2
@@ -281,7 +281,7 @@ def test_its_samples_are_the_responses_with_their_scores(evaluated, world):
 # ---- ranks ----
 
 
-def test_two_ranks_score_as_one_does(world):
+def test_fault_35_two_ranks_score_every_row_as_one_does(world):
     """Whatever each of them holds, nothing included: the reward model's collectives must match."""
     spec = f"model:{world.own}:0.5,model:{world.other}"
     given = {"spec": spec, "policy": str(world.tmp / "policy"), "max_tokens": 60, "counts": [8, 0, 1, 4]}

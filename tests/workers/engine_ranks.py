@@ -73,7 +73,10 @@ with torch.no_grad():
     trainer = policy(packed, 1.0)[0]
 difference = (trainer - torch.tensor([x for r in rollouts for x in r.logprobs])).abs().max().item()
 empty = engine.generate([[1]] if rank == 0 else [], [99] if rank == 0 else [], n=1, step=3, sampling=Sampling(0.0, 4))
+# one prompt for all: what tells the ranks' samples apart is the uid alone
+same = engine.generate([[7, 7, 7]], [50 + rank], n=4, step=4, sampling=Sampling(1.0, 16))
 mine = {
+    "same_prompt": [r.response_ids for r in same],
     "before": before,
     "after": after,
     "proof": proof,
