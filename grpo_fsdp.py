@@ -54,7 +54,7 @@ from utils.dist import (
     world_mesh,
 )
 from utils.forward import logprobs_of
-from utils.metrics import Metrics, Progress, append_jsonl, mismatch, peak_memory_gib, read_jsonl
+from utils.metrics import Metrics, Progress, append_jsonl, mismatch, read_jsonl, speed
 from utils.models import check_sibling, end_of_sequence_ids, load_config, load_policy, load_tokenizer, optimizer_step
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.plot import plot_runs
@@ -392,6 +392,7 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     parts = {"policy": (policy, optimizer)}
     # [/shared]
+    learners = parts
     if checkpoint:
         with one_line_errors():
             load_checkpoint(checkpoint, parts)
@@ -417,19 +418,20 @@ def main(args: Args) -> None:
 
     metrics = Metrics()
     for step in range(done + 1, num_steps + 1):
-        step_began = time.perf_counter()
+        metrics.start(device)
 
         # ---- 1 rollout ----
         uids = step_uids(len(data), args.seed, step, args.prompts_per_step)[rank * P : (rank + 1) * P]
-        with metrics.timed("rollout", device):
-            sampling = Sampling(args.temperature, args.max_response_len)
-            rollouts = scorer.rollout(data, uids, G, step, sampling)
-            if args.sleep != "none":
-                engine.sleep(args.sleep)
+        sampling = Sampling(args.temperature, args.max_response_len)
+        rollouts = scorer.rollout(data, uids, G, step, sampling)
+        if args.sleep != "none":
+            engine.sleep(args.sleep)
+        metrics.lap("rollout", device)
 
         # ---- 2 score ----
-        with metrics.timed("score", device):  # rules have been at it since each response ended; models come in phase 4
-            rule_scores_B = scorer.rule_scores(rollouts, f"step {step}")
+        # rules have been at it since each response ended; models come in phase 4
+        rule_scores_B = scorer.rule_scores(rollouts, f"step {step}")
+        metrics.lap("score", device)
 
         # ---- 3 batch ----
         lengths_B = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
@@ -437,18 +439,19 @@ def main(args: Args) -> None:
         mask_BR = mask_from_lengths(lengths_B, R)
         rollout_logprobs_BR = pad_rows([r.logprobs for r in rollouts], torch.float32, R).to(device)
         truncated_B = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)
+        metrics.lap("batch", device)
         # [/shared]
 
         # ---- 4 no-grad ----
-        with metrics.timed("nograd", device):
-            model_scores_B = scorer.model_scores(rollouts, data)
-            forward = rollouts, R, args.temperature, args.max_tokens_per_gpu, device
-            # With one optimizer step per batch the policy of the update is the old one: no extra forward.
-            # DETAIL: old log-probs are packed over all responses, the update's over the minibatch, because the old ones
-            # are needed once; in bfloat16 the first ratios are 1 only up to rounding.
-            use_old = not one_update or args.rollout_correction != "none"
-            old_logprobs_BR = logprobs_of(policy, *forward) if use_old else None
-            ref_logprobs_BR = logprobs_of(reference, *forward) if reference else None
+        model_scores_B = scorer.model_scores(rollouts, data)
+        forward = rollouts, R, args.temperature, args.max_tokens_per_gpu, device
+        # With one optimizer step per batch the policy of the update is the old one: no extra forward.
+        # DETAIL: old log-probs are packed over all responses, the update's over the minibatch, because the old ones
+        # are needed once; in bfloat16 the first ratios are 1 only up to rounding.
+        use_old = not one_update or args.rollout_correction != "none"
+        old_logprobs_BR = logprobs_of(policy, *forward) if use_old else None
+        ref_logprobs_BR = logprobs_of(reference, *forward) if reference else None
+        metrics.lap("nograd", device)
 
         # ---- 5 advantages ----
         # [shared: scores]
@@ -474,66 +477,68 @@ def main(args: Args) -> None:
         trained = kept_B.tolist()  # one without a score too: with advantage 0, and counted among the tokens
         first_logprobs_BR = old_logprobs_BR if use_old else torch.zeros_like(rollout_logprobs_BR)
         audited_BR = mask_BR
+        metrics.lap("advantages", device)
 
         # ---- 6 update ----
         lr = learning_rate(step, num_steps, args.lr, args.lr_schedule, args.warmup_steps)
-        with metrics.timed("update", device):
-            for epoch in range(args.update_epochs):
-                # A permutation of the global response indices, the same on every rank; each trains those it holds.
-                order = np.random.default_rng(seed_for("minibatch", args.seed, step, epoch)).permutation(num_responses)
-                for start in range(0, num_responses, minibatch_size):
-                    chosen = order[start : start + minibatch_size]
-                    mine = sorted(int(i) - rank * B for i in chosen if rank * B <= i < (rank + 1) * B)
-                    mine = [i for i in mine if trained[i]]
-                    plan, num_tokens = plan_together(rollouts, mine, args.max_tokens_per_gpu)
-                    if num_tokens == 0:  # not one of its responses, on any rank, is left
-                        continue
-                    for k, part in enumerate(plan):
-                        policy.set_requires_gradient_sync(k == len(plan) - 1)
-                        packed, rows_b = pack([rollouts[i] for i in part], device), to_device(part, device)
-                        logprobs_N, entropy_N = policy(packed, args.temperature)
-                        tokens = len(logprobs_N)
-                        logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
-                        old_logprobs_bR = old_logprobs_BR[rows_b] if use_old else logprobs_bR.detach()
-                        mask_bR = mask_BR[rows_b]
-                        loss_bR, ratio_bR, clipped_bR = policy_loss(
-                            logprobs_bR, old_logprobs_bR, advantages_B[rows_b, None], args.clip_low, args.clip_high
-                        )
-                        if args.rollout_correction != "none":
-                            loss_bR = loss_bR * weights_BR[rows_b]
-                        total_bR = loss_bR
-                        if reference:
-                            kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[rows_b], args.kl_estimator)
-                            total_bR = loss_bR + args.kl_coef * kl_bR
-                            metrics.add(f"policy/ref_kl_{args.kl_estimator}", (kl_bR * mask_bR).sum(), tokens)
-                        # DETAIL: the loss is divided by the token count of the whole optimizer step over all ranks,
-                        # known before the first forward; times the world size, because FSDP averages gradients over
-                        # ranks.
-                        ((total_bR * mask_bR).sum() / num_tokens * world).backward()
+        for epoch in range(args.update_epochs):
+            # A permutation of the global response indices, the same on every rank; each trains those it holds.
+            order = np.random.default_rng(seed_for("minibatch", args.seed, step, epoch)).permutation(num_responses)
+            for start in range(0, num_responses, minibatch_size):
+                chosen = order[start : start + minibatch_size]
+                mine = sorted(int(i) - rank * B for i in chosen if rank * B <= i < (rank + 1) * B)
+                mine = [i for i in mine if trained[i]]
+                plan, num_tokens = plan_together(rollouts, mine, args.max_tokens_per_gpu)
+                if num_tokens == 0:  # not one of its responses, on any rank, is left
+                    continue
+                for k, part in enumerate(plan):
+                    policy.set_requires_gradient_sync(k == len(plan) - 1)
+                    packed, rows_b = pack([rollouts[i] for i in part], device), to_device(part, device)
+                    logprobs_N, entropy_N = policy(packed, args.temperature)
+                    tokens = len(logprobs_N)
+                    logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
+                    old_logprobs_bR = old_logprobs_BR[rows_b] if use_old else logprobs_bR.detach()
+                    mask_bR = mask_BR[rows_b]
+                    loss_bR, ratio_bR, clipped_bR = policy_loss(
+                        logprobs_bR, old_logprobs_bR, advantages_B[rows_b, None], args.clip_low, args.clip_high
+                    )
+                    if args.rollout_correction != "none":
+                        loss_bR = loss_bR * weights_BR[rows_b]
+                    total_bR = loss_bR
+                    if reference:
+                        kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[rows_b], args.kl_estimator)
+                        total_bR = loss_bR + args.kl_coef * kl_bR
+                        metrics.add(f"policy/ref_kl_{args.kl_estimator}", (kl_bR * mask_bR).sum(), tokens)
+                    # DETAIL: the loss is divided by the token count of the whole optimizer step over all ranks,
+                    # known before the first forward; times the world size, because FSDP averages gradients over
+                    # ranks.
+                    ((total_bR * mask_bR).sum() / num_tokens * world).backward()
 
-                        if tokens == 0:  # a filling micro-batch
-                            continue
-                        ratio_bR = ratio_bR.detach()  # 1 on padding
-                        metrics.add("policy/loss", (loss_bR * mask_bR).sum(), tokens)
-                        metrics.add("policy/clip_frac", (clipped_bR & mask_bR).sum(), tokens)
-                        metrics.add("policy/approx_kl", (ratio_bR - 1 - ratio_bR.log()).sum(), tokens)
-                        metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
-                        metrics.add("policy/entropy", entropy_N.sum(), tokens)
-                        if not use_old:  # the one optimizer step is still to come: same weights on both sides
-                            first_logprobs_BR[rows_b] = logprobs_bR.detach()
-                    norms = optimizer_step(parts, {"policy": lr}, args.max_grad_norm, step)
-                    metrics.add("optim/grad_norm", norms["policy"])
-                    metrics.add("optim/num_tokens", num_tokens)
+                    if tokens == 0:  # a filling micro-batch
+                        continue
+                    ratio_bR = ratio_bR.detach()  # 1 on padding
+                    metrics.add("policy/loss", (loss_bR * mask_bR).sum(), tokens)
+                    metrics.add("policy/clip_frac", (clipped_bR & mask_bR).sum(), tokens)
+                    metrics.add("policy/approx_kl", (ratio_bR - 1 - ratio_bR.log()).sum(), tokens)
+                    metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
+                    metrics.add("policy/entropy", entropy_N.sum(), tokens)
+                    if not use_old:  # the one optimizer step is still to come: same weights on both sides
+                        first_logprobs_BR[rows_b] = logprobs_bR.detach()
+                norms = optimizer_step(learners, {"policy": lr}, args.max_grad_norm, step)
+                metrics.add("optim/grad_norm", norms["policy"])
+                metrics.add("optim/num_tokens", num_tokens)
+        metrics.lap("update", device)
 
         # ---- 7 weight sync ----
         # [shared: sync]
-        with metrics.timed("sync", device):
-            if args.sleep != "none":
-                engine.wake()
-            report = engine.sync_weights(policy)
+        if args.sleep != "none":
+            engine.wake()
+        report = engine.sync_weights(policy)
+        metrics.lap("sync", device)
         metrics.add("time/sync_reset_s", report.reset_seconds)
         if args.verify_sync and step % args.verify_sync == 0:
-            metrics.add("time/verify_s", engine.verify_sync(policy))
+            engine.verify_sync(policy)
+            metrics.lap("verify", device)
         # [/shared]
 
         # ---- 8 log, evaluate, save ----
@@ -551,15 +556,14 @@ def main(args: Args) -> None:
         metrics.add("reward/error_frac", (~judged_B).sum(), B)
         metrics.add("rollout/response_len", lengths_B.sum(), B)
         metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
-        metrics.add_max("perf/peak_mem_gib", peak_memory_gib(device))
-        seconds = time.perf_counter() - step_began
-        tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
-        metrics.add("perf/tokens_per_s_per_gpu", tokens / seconds)
+        metrics.lap("log", device)
+        pace = speed(learners, policy, rollouts, args.update_epochs, args.tensor_parallel_size, metrics.seconds)
+        for key, value in pace.items():
+            metrics.add(key, value)
         last = step == num_steps
         if val and args.eval_every and (step % args.eval_every == 0 or last):
             with metrics.timed("eval", device):
                 examiner.evaluate(val, step, greedy, metrics, samples)
-        metrics.add("time/step_s", seconds)
         figures = metrics.reduce()
         if rank == 0:
             append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})

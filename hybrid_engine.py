@@ -72,8 +72,10 @@ def check_engine(config, tensor_parallel_size: int, world_size: int, sleep_mode:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
 
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size  # GPT-2 names none
+
     def fits(t):  # kv heads are split, or whole ones replicated
-        divides = world_size % t == 0 and heads % t == 0 and config.intermediate_size % t == 0
+        divides = world_size % t == 0 and heads % t == 0 and width % t == 0
         return divides and (kv_heads % t == 0 or t % kv_heads == 0)
 
     if tensor_parallel_size < 1 or not fits(tensor_parallel_size):
@@ -139,6 +141,13 @@ class _Unit:
     sources: list[tuple[str, torch.Size, tuple[int, ...], int]]  # parameter name, size, stride, offset
     destinations: list[torch.Tensor]
 
+    def sliced(self, params: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The source slices, as views of whole parameters by their name inside the module."""
+        return [
+            params[name].as_strided(size, stride, params[name].storage_offset() + offset)
+            for name, size, stride, offset in self.sources
+        ]
+
     def fed(self) -> dict[str, torch.Tensor]:
         """The unsharded tensors as `load_weights` takes them, by their name in the checkpoint."""
         params = dict(self.module.named_parameters())
@@ -193,6 +202,7 @@ class HybridEngine:
         self.synced = False  # weights written since the last wake
         self._plan: list[_Unit] = []
         self._planned_for: nn.Module | None = None  # the policy whose FSDP modules the plan names
+        self._shards: list[torch.Tensor] = []
         self._asleep: str | None = None
         self._kv_asleep = False
         rank, size = dist.get_rank(), tensor_parallel_size
@@ -245,28 +255,24 @@ class HybridEngine:
     def sync_weights(self, policy: nn.Module) -> SyncReport:
         """Write the policy's current weights into the engine, in place, and reset its prefix cache.
 
-        One all-gather per FSDP block (in the policy's compute dtype), the next one started ahead, one foreach copy.
+        One foreach copy per FSDP block, all-gathered ahead of it; on one rank one copy straight from the shards.
         """
         assert self._asleep is None, f"sync_weights while asleep ({self._asleep}): call wake() first"
         start = time.perf_counter()
         if self._planned_for is not policy:
             self._plan, self._planned_for = self._record_plan(policy), policy
-        units, num_bytes = self._plan, 0
-        for unit in units:
-            unit.module.reshard()  # one left unsharded by a forward would be copied as it was before the last step
-        units[0].module.unshard(async_op=True)
-        for unit, following in zip(units, [*units[1:], None], strict=True):
-            unit.module.unshard()
-            if following is not None:
-                following.module.unshard(async_op=True)
-            params = dict(unit.module.named_parameters())
-            sources = [
-                params[name].as_strided(size, stride, params[name].storage_offset() + offset)
-                for name, size, stride, offset in unit.sources
+            self._num_bytes = sum(t.nbytes for unit in self._plan for t in unit.destinations)
+            # one rank's shards are the parameters themselves, and stay where they are: nothing to gather
+            self._shards = [
+                source
+                for unit in self._plan
+                if dist.get_world_size() == 1
+                for source in unit.sliced({n: p.to_local() for n, p in unit.module.named_parameters()})
             ]
-            torch._foreach_copy_(unit.destinations, sources)
-            num_bytes += sum(t.nbytes for t in unit.destinations)
-            unit.module.reshard()
+        if self._shards:
+            torch._foreach_copy_([t for unit in self._plan for t in unit.destinations], self._shards)
+        else:
+            self._copy_gathered(self._plan)
         self._finish_wake()
         if self.on_cuda:
             torch.cuda.synchronize()
@@ -275,7 +281,19 @@ class HybridEngine:
         assert self.llm.reset_prefix_cache(), "vLLM refused to reset its prefix cache: requests are still running"
         self.synced = True
         end = time.perf_counter()
-        return SyncReport(end - start, end - copied, num_bytes)
+        return SyncReport(end - start, end - copied, self._num_bytes)
+
+    def _copy_gathered(self, units: list[_Unit]) -> None:
+        """All-gather each FSDP block in the policy's compute dtype, the next one started ahead, and copy its slices."""
+        for unit in units:
+            unit.module.reshard()  # one left unsharded by a forward would be copied as it was before the last step
+        units[0].module.unshard(async_op=True)
+        for unit, following in zip(units, [*units[1:], None], strict=True):
+            unit.module.unshard()
+            if following is not None:
+                following.module.unshard(async_op=True)
+            torch._foreach_copy_(unit.destinations, unit.sliced(dict(unit.module.named_parameters())))
+            unit.module.reshard()
 
     def _record_plan(self, policy: nn.Module) -> list[_Unit]:
         """Feed each FSDP module's tensors to vLLM's `load_weights` once and note the copies.
@@ -466,6 +484,6 @@ class HybridEngine:
         """End vLLM and the process group it shares with the trainer: the last collective call of a run."""
         dist.barrier()
         self.llm.llm_engine.engine_core.shutdown()
-        self._plan, self._planned_for, self.llm, self.synced = [], None, None, False
+        self._plan, self._shards, self._planned_for, self.llm, self.synced = [], [], None, None, False
         if dist.is_initialized():  # vLLM's CPU worker ends it itself
             dist.destroy_process_group()

@@ -60,7 +60,7 @@ from utils.dist import (
     world_mesh,
 )
 from utils.forward import logprobs_of, values_of
-from utils.metrics import Metrics, Progress, append_jsonl, explained_variance, mismatch, peak_memory_gib, read_jsonl
+from utils.metrics import Metrics, Progress, append_jsonl, explained_variance, mismatch, read_jsonl, speed
 from utils.models import (
     check_sibling,
     end_of_sequence_ids,
@@ -560,19 +560,20 @@ def main(args: Args) -> None:
 
     metrics = Metrics()
     for step in range(done + 1, num_steps + 1):
-        step_began = time.perf_counter()
+        metrics.start(device)
 
         # ---- 1 rollout ----
         uids = step_uids(len(data), args.seed, step, args.prompts_per_step)[rank * P : (rank + 1) * P]
-        with metrics.timed("rollout", device):
-            sampling = Sampling(args.temperature, args.max_response_len)
-            rollouts = scorer.rollout(data, uids, G, step, sampling)
-            if args.sleep != "none":
-                engine.sleep(args.sleep)
+        sampling = Sampling(args.temperature, args.max_response_len)
+        rollouts = scorer.rollout(data, uids, G, step, sampling)
+        if args.sleep != "none":
+            engine.sleep(args.sleep)
+        metrics.lap("rollout", device)
 
         # ---- 2 score ----
-        with metrics.timed("score", device):  # rules have been at it since each response ended; models come in phase 4
-            rule_scores_B = scorer.rule_scores(rollouts, f"step {step}")
+        # rules have been at it since each response ended; models come in phase 4
+        rule_scores_B = scorer.rule_scores(rollouts, f"step {step}")
+        metrics.lap("score", device)
 
         # ---- 3 batch ----
         lengths_B = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
@@ -580,20 +581,21 @@ def main(args: Args) -> None:
         mask_BR = mask_from_lengths(lengths_B, R)
         rollout_logprobs_BR = pad_rows([r.logprobs for r in rollouts], torch.float32, R).to(device)
         truncated_B = torch.tensor([r.finish_reason == "length" for r in rollouts], device=device)
+        metrics.lap("batch", device)
         # [/shared]
 
         # ---- 4 no-grad ----
-        with metrics.timed("nograd", device):
-            model_scores_B = scorer.model_scores(rollouts, data)
-            forward = rollouts, R, args.temperature, args.max_tokens_per_gpu, device
-            # With one optimizer step per batch, and no KL to measure, the old log-probs are the update's own.
-            # DETAIL: old log-probs are packed over all responses, the update's over the minibatch, because the old ones
-            # are needed once; in bfloat16 the first ratios are 1 only up to rounding.
-            critic_only = step <= args.critic_warmup_steps
-            use_old = reference is not None or not one_update or args.rollout_correction != "none" or critic_only
-            old_logprobs_BR = logprobs_of(policy, *forward) if use_old else None
-            ref_logprobs_BR = logprobs_of(reference, *forward) if reference else None
-            values_BR, bootstrap_B = values_of(critic, rollouts, R, args.max_tokens_per_gpu, device)
+        model_scores_B = scorer.model_scores(rollouts, data)
+        forward = rollouts, R, args.temperature, args.max_tokens_per_gpu, device
+        # With one optimizer step per batch, and no KL to measure, the old log-probs are the update's own.
+        # DETAIL: old log-probs are packed over all responses, the update's over the minibatch, because the old ones
+        # are needed once; in bfloat16 the first ratios are 1 only up to rounding.
+        critic_only = step <= args.critic_warmup_steps
+        use_old = reference is not None or not one_update or args.rollout_correction != "none" or critic_only
+        old_logprobs_BR = logprobs_of(policy, *forward) if use_old else None
+        ref_logprobs_BR = logprobs_of(reference, *forward) if reference else None
+        values_BR, bootstrap_B = values_of(critic, rollouts, R, args.max_tokens_per_gpu, device)
+        metrics.lap("nograd", device)
 
         # ---- 5 advantages ----
         # [shared: scores]
@@ -638,6 +640,7 @@ def main(args: Args) -> None:
         metrics.add("value/explained_var", explained_variance(values_BR, outcomes_BR, mask_BR, sum_over_ranks))
         metrics.add("value/mean", (values_BR * mask_BR).sum(), mask_BR.sum())
         metrics.add("reward/return", (rewards_BR * mask_BR).sum(), kept_B.sum())
+        metrics.lap("advantages", device)
 
         # ---- 6 update ----
         schedule, frozen_steps = (args.lr_schedule, args.warmup_steps), args.critic_warmup_steps
@@ -645,81 +648,80 @@ def main(args: Args) -> None:
         if not critic_only:  # the policy's schedule begins when its training does
             rates["policy"] = learning_rate(step - frozen_steps, num_steps - frozen_steps, args.lr, *schedule)
         learners = {k: part for k, part in parts.items() if k == "critic" or not critic_only}
-        with metrics.timed("update", device):
-            for epoch in range(args.update_epochs):
-                # A permutation of the global response indices, the same on every rank; each trains those it holds.
-                order = np.random.default_rng(seed_for("minibatch", args.seed, step, epoch)).permutation(num_responses)
-                for start in range(0, num_responses, minibatch_size):
-                    chosen = order[start : start + minibatch_size]
-                    mine = sorted(int(i) - rank * B for i in chosen if rank * B <= i < (rank + 1) * B)
-                    mine = [i for i in mine if trained[i]]
-                    plan, num_tokens = plan_together(rollouts, mine, args.max_tokens_per_gpu)
-                    if num_tokens == 0:  # not one of its responses, on any rank, is left
-                        continue
-                    for k, part in enumerate(plan):
-                        packed, rows_b = pack([rollouts[i] for i in part], device), to_device(part, device)
-                        mask_bR, tokens = mask_BR[rows_b], len(packed.target_N)
-                        # DETAIL: both losses are divided by the token count of the whole optimizer step over all ranks,
-                        # known before the first forward; times the world size, because FSDP averages gradients.
-                        share = world / num_tokens
-                        if "policy" in learners:
-                            policy.set_requires_gradient_sync(k == len(plan) - 1)
-                            logprobs_N, entropy_N = policy(packed, args.temperature, args.entropy_coef > 0)
-                            logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
-                            old_logprobs_bR = old_logprobs_BR[rows_b] if use_old else logprobs_bR.detach()
-                            loss_bR, ratio_bR, clipped_bR = policy_loss(
-                                logprobs_bR, old_logprobs_bR, advantages_BR[rows_b], args.clip_low, args.clip_high
-                            )
-                            if args.dual_clip:
-                                bound_bR = dual_clip_bound(advantages_BR[rows_b], args.dual_clip)
-                                metrics.add("policy/dual_clip_frac", ((loss_bR > bound_bR) & mask_bR).sum(), tokens)
-                                loss_bR = torch.minimum(loss_bR, bound_bR)
-                            if args.rollout_correction != "none":
-                                loss_bR = loss_bR * weights_BR[rows_b]
-                            total_bR = loss_bR
-                            if reference and args.kl_in == "loss":
-                                kl_bR = kl_loss(
-                                    logprobs_bR, old_logprobs_bR, ref_logprobs_BR[rows_b], args.kl_estimator
-                                )
-                                total_bR = total_bR + kl_coef * kl_bR
-                                metrics.add("policy/kl_loss", (kl_bR * mask_bR).sum(), tokens)
-                            if args.entropy_coef:
-                                total_bR = total_bR - args.entropy_coef * packed.to_padded(entropy_N, len(part), R)
-                            ((total_bR * mask_bR).sum() * share).backward()
-                        critic.set_requires_gradient_sync(k == len(plan) - 1)
-                        new_values_bR = packed.to_padded(critic(packed)[0], len(part), R)
-                        critic_loss_bR, value_clipped_bR = value_loss(
-                            new_values_bR, values_BR[rows_b], returns_BR[rows_b], args.value_clip
+        for epoch in range(args.update_epochs):
+            # A permutation of the global response indices, the same on every rank; each trains those it holds.
+            order = np.random.default_rng(seed_for("minibatch", args.seed, step, epoch)).permutation(num_responses)
+            for start in range(0, num_responses, minibatch_size):
+                chosen = order[start : start + minibatch_size]
+                mine = sorted(int(i) - rank * B for i in chosen if rank * B <= i < (rank + 1) * B)
+                mine = [i for i in mine if trained[i]]
+                plan, num_tokens = plan_together(rollouts, mine, args.max_tokens_per_gpu)
+                if num_tokens == 0:  # not one of its responses, on any rank, is left
+                    continue
+                for k, part in enumerate(plan):
+                    packed, rows_b = pack([rollouts[i] for i in part], device), to_device(part, device)
+                    mask_bR, tokens = mask_BR[rows_b], len(packed.target_N)
+                    # DETAIL: both losses are divided by the token count of the whole optimizer step over all ranks,
+                    # known before the first forward; times the world size, because FSDP averages gradients.
+                    share = world / num_tokens
+                    if "policy" in learners:
+                        policy.set_requires_gradient_sync(k == len(plan) - 1)
+                        logprobs_N, entropy_N = policy(packed, args.temperature, args.entropy_coef > 0)
+                        logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
+                        old_logprobs_bR = old_logprobs_BR[rows_b] if use_old else logprobs_bR.detach()
+                        loss_bR, ratio_bR, clipped_bR = policy_loss(
+                            logprobs_bR, old_logprobs_bR, advantages_BR[rows_b], args.clip_low, args.clip_high
                         )
-                        ((critic_loss_bR * mask_bR).sum() * share).backward()
+                        if args.dual_clip:
+                            bound_bR = dual_clip_bound(advantages_BR[rows_b], args.dual_clip)
+                            metrics.add("policy/dual_clip_frac", ((loss_bR > bound_bR) & mask_bR).sum(), tokens)
+                            loss_bR = torch.minimum(loss_bR, bound_bR)
+                        if args.rollout_correction != "none":
+                            loss_bR = loss_bR * weights_BR[rows_b]
+                        total_bR = loss_bR
+                        if reference and args.kl_in == "loss":
+                            kl_bR = kl_loss(logprobs_bR, old_logprobs_bR, ref_logprobs_BR[rows_b], args.kl_estimator)
+                            total_bR = total_bR + kl_coef * kl_bR
+                            metrics.add("policy/kl_loss", (kl_bR * mask_bR).sum(), tokens)
+                        if args.entropy_coef:
+                            total_bR = total_bR - args.entropy_coef * packed.to_padded(entropy_N, len(part), R)
+                        ((total_bR * mask_bR).sum() * share).backward()
+                    critic.set_requires_gradient_sync(k == len(plan) - 1)
+                    new_values_bR = packed.to_padded(critic(packed)[0], len(part), R)
+                    critic_loss_bR, value_clipped_bR = value_loss(
+                        new_values_bR, values_BR[rows_b], returns_BR[rows_b], args.value_clip
+                    )
+                    ((critic_loss_bR * mask_bR).sum() * share).backward()
 
-                        if tokens == 0:  # a filling micro-batch
-                            continue
-                        metrics.add("value/loss", (critic_loss_bR * mask_bR).sum(), tokens)
-                        metrics.add("value/clip_frac", (value_clipped_bR & mask_bR).sum(), tokens)
-                        if "policy" not in learners:
-                            continue
-                        ratio_bR = ratio_bR.detach()  # 1 on padding
-                        metrics.add("policy/loss", (loss_bR * mask_bR).sum(), tokens)
-                        metrics.add("policy/clip_frac", (clipped_bR & mask_bR).sum(), tokens)
-                        metrics.add("policy/approx_kl", (ratio_bR - 1 - ratio_bR.log()).sum(), tokens)
-                        metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
-                        metrics.add("policy/entropy", entropy_N.sum(), tokens)
-                        if not use_old:  # the one optimizer step is still to come: same weights on both sides
-                            first_logprobs_BR[rows_b] = logprobs_bR.detach()
-                    for name, norm in optimizer_step(learners, rates, args.max_grad_norm, step).items():
-                        metrics.add({"policy": "optim/grad_norm", "critic": "optim/critic_grad_norm"}[name], norm)
-                    metrics.add("optim/num_tokens", num_tokens)
+                    if tokens == 0:  # a filling micro-batch
+                        continue
+                    metrics.add("value/loss", (critic_loss_bR * mask_bR).sum(), tokens)
+                    metrics.add("value/clip_frac", (value_clipped_bR & mask_bR).sum(), tokens)
+                    if "policy" not in learners:
+                        continue
+                    ratio_bR = ratio_bR.detach()  # 1 on padding
+                    metrics.add("policy/loss", (loss_bR * mask_bR).sum(), tokens)
+                    metrics.add("policy/clip_frac", (clipped_bR & mask_bR).sum(), tokens)
+                    metrics.add("policy/approx_kl", (ratio_bR - 1 - ratio_bR.log()).sum(), tokens)
+                    metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
+                    metrics.add("policy/entropy", entropy_N.sum(), tokens)
+                    if not use_old:  # the one optimizer step is still to come: same weights on both sides
+                        first_logprobs_BR[rows_b] = logprobs_bR.detach()
+                for name, norm in optimizer_step(learners, rates, args.max_grad_norm, step).items():
+                    metrics.add({"policy": "optim/grad_norm", "critic": "optim/critic_grad_norm"}[name], norm)
+                metrics.add("optim/num_tokens", num_tokens)
+        metrics.lap("update", device)
 
         # ---- 7 weight sync ----
         # [shared: sync]
-        with metrics.timed("sync", device):
-            if args.sleep != "none":
-                engine.wake()
-            report = engine.sync_weights(policy)
+        if args.sleep != "none":
+            engine.wake()
+        report = engine.sync_weights(policy)
+        metrics.lap("sync", device)
         metrics.add("time/sync_reset_s", report.reset_seconds)
         if args.verify_sync and step % args.verify_sync == 0:
-            metrics.add("time/verify_s", engine.verify_sync(policy))
+            engine.verify_sync(policy)
+            metrics.lap("verify", device)
         # [/shared]
 
         # ---- 8 log, evaluate, save ----
@@ -741,15 +743,14 @@ def main(args: Args) -> None:
         metrics.add("reward/error_frac", (~judged_B).sum(), B)
         metrics.add("rollout/response_len", lengths_B.sum(), B)
         metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
-        metrics.add_max("perf/peak_mem_gib", peak_memory_gib(device))
-        seconds = time.perf_counter() - step_began
-        tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
-        metrics.add("perf/tokens_per_s_per_gpu", tokens / seconds)
+        metrics.lap("log", device)
+        pace = speed(learners, policy, rollouts, args.update_epochs, args.tensor_parallel_size, metrics.seconds)
+        for key, value in pace.items():
+            metrics.add(key, value)
         last = step == num_steps
         if val and args.eval_every and (step % args.eval_every == 0 or last):
             with metrics.timed("eval", device):
                 examiner.evaluate(val, step, greedy, metrics, samples)
-        metrics.add("time/step_s", seconds)
         figures = metrics.reduce()
         if rank == 0:
             append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})

@@ -40,7 +40,7 @@ from utils import tiny
 from utils.checkpoint import export_hf, load_checkpoint, open_run, save_checkpoint, set_safe_pad
 from utils.data import step_uids
 from utils.dist import all_gather, broadcast, fail_together, init_distributed, one_line_errors, stop, world_mesh
-from utils.metrics import Metrics, Progress, append_jsonl, peak_memory_gib, read_jsonl
+from utils.metrics import Metrics, Progress, append_jsonl, read_jsonl
 from utils.models import end_of_sequence_ids, load_config, load_scalar, load_tokenizer, optimizer_step
 from utils.packing import pack, plan_together, to_device
 from utils.plot import plot_runs
@@ -297,41 +297,42 @@ def main(args: Args) -> None:
 
     metrics = Metrics()
     for step in range(done + 1, num_steps + 1):
-        step_began = time.perf_counter()
+        metrics.start(device)
 
         # ---- 3 batch ----
         uids = step_uids(len(data), args.seed, step, args.pairs_per_step)[rank * B : (rank + 1) * B]
         pairs = [data.pair(uid % len(data)) for uid in uids]
         sequences = [(pair.chosen, pair.rejected) for pair in pairs]
         margin_B = torch.tensor([pair.margin for pair in pairs], device=device)
+        metrics.lap("batch", device)
 
         # ---- 6 update ----
         lr = learning_rate(step, num_steps, args.lr, args.lr_schedule, args.warmup_steps)
-        with metrics.timed("update", device):
-            plan, _ = plan_together(sequences, range(B), args.max_tokens_per_gpu)
-            for k, part in enumerate(plan):
-                model.set_requires_gradient_sync(k == len(plan) - 1)
-                packed, rows_b = pack([s for i in part for s in sequences[i]], device), to_device(part, device)
-                chosen_b, rejected_b = model(packed)[1].view(-1, 2).unbind(-1)
-                loss_b = preference_loss(chosen_b, rejected_b, margin_B[rows_b], args.centring_coef)
-                # DETAIL: the loss is divided by the pairs of the step over all ranks; times the world size, because
-                # FSDP averages gradients over ranks.
-                (loss_b.sum() / args.pairs_per_step * world).backward()
-                metrics.add("rm/loss", loss_b.sum(), len(part))
-                metrics.add("rm/accuracy", (chosen_b > rejected_b).sum(), len(part))
-                metrics.add("rm/margin", (chosen_b - rejected_b).sum(), len(part))
-                metrics.add("rm/score", (chosen_b + rejected_b).sum(), 2 * len(part))
-            norms = optimizer_step(parts, {"reward_model": lr}, args.max_grad_norm, step)
+        plan, _ = plan_together(sequences, range(B), args.max_tokens_per_gpu)
+        for k, part in enumerate(plan):
+            model.set_requires_gradient_sync(k == len(plan) - 1)
+            packed, rows_b = pack([s for i in part for s in sequences[i]], device), to_device(part, device)
+            chosen_b, rejected_b = model(packed)[1].view(-1, 2).unbind(-1)
+            loss_b = preference_loss(chosen_b, rejected_b, margin_B[rows_b], args.centring_coef)
+            # DETAIL: the loss is divided by the pairs of the step over all ranks; times the world size, because
+            # FSDP averages gradients over ranks.
+            (loss_b.sum() / args.pairs_per_step * world).backward()
+            metrics.add("rm/loss", loss_b.sum(), len(part))
+            metrics.add("rm/accuracy", (chosen_b > rejected_b).sum(), len(part))
+            metrics.add("rm/margin", (chosen_b - rejected_b).sum(), len(part))
+            metrics.add("rm/score", (chosen_b + rejected_b).sum(), 2 * len(part))
+        norms = optimizer_step(parts, {"reward_model": lr}, args.max_grad_norm, step)
+        metrics.lap("update", device)
 
         # ---- 8 log, evaluate, save ----
         last = step == num_steps
         saving = args.save_every > 0 and (step % args.save_every == 0 or last)
-        seconds = time.perf_counter() - step_began
         tokens = sum(len(s.prompt_ids) + len(s.response_ids) for pair in sequences for s in pair)
         metrics.add("optim/grad_norm", norms["reward_model"])
         metrics.add("optim/lr", lr)
+        metrics.lap("log", device)
+        seconds = sum(metrics.seconds.values())
         metrics.add("perf/tokens_per_s_per_gpu", tokens / seconds)
-        metrics.add_max("perf/peak_mem_gib", peak_memory_gib(device))
         metrics.add("time/step_s", seconds)
         held_out = {}
         if val and args.eval_every and (step % args.eval_every == 0 or last or (saving and args.export_hf == "every")):

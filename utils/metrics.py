@@ -7,7 +7,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,8 @@ class Metrics:
     def __init__(self):
         self._mean: dict[str, tuple] = {}
         self._max: dict[str, list] = {}
+        self.seconds: dict[str, float] = {}  # of each phase so far, on this rank
+        self._last_lap = 0.0
 
     def add(self, key: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
         """Add `count` observations summing to `total`; the step's figure is their mean.
@@ -47,6 +49,29 @@ class Metrics:
         yield
         synchronize(device)
         self.add(f"time/{phase}_s", time.perf_counter() - start)
+
+    def start(self, device: torch.device) -> None:
+        """The step begins: what `lap` counts from."""
+        synchronize(device)
+        self._last_lap = time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def lap(self, phase: str, device: torch.device) -> None:
+        """A phase ends: its seconds, with the device's queue drained, as time/<phase>_s, and its peak of memory.
+
+        Laps follow each other without a gap, so that they add up to the step.
+        """
+        synchronize(device)
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._last_lap
+        self._last_lap = now
+        self.add(f"time/{phase}_s", self.seconds[phase])
+        peak = peak_memory_gib(device)
+        self.add_max("perf/peak_mem_gib", peak)
+        if device.type == "cuda":
+            self.add_max(f"mem/{phase}_gib", peak)
+            torch.cuda.reset_peak_memory_stats()
 
     def reduce(self) -> dict[str, float]:
         """The step's figures over all ranks, alike on every rank. Keys seen by some ranks only count those ranks."""
@@ -97,6 +122,51 @@ def mismatch(trainer_BR: torch.Tensor, engine_BR: torch.Tensor, mask_BR: torch.T
         "rollout/ratio_k3": (w - 1 - log_w).mean(),
         "rollout/ess": w.sum() ** 2 / (len(w) * np.square(w).sum()),
     }
+
+
+PEAKS = {  # card: dense bfloat16 FLOP/s, bytes/s of its memory (data sheets, SXM)
+    "A100": (312e12, 2.04e12),
+    "H100": (989e12, 3.35e12),
+    "H200": (989e12, 4.8e12),
+    "B200": (2250e12, 8e12),
+}
+
+
+def speed(
+    learners: dict, policy: torch.nn.Module, rollouts: Sequence, epochs: int, tp: int, seconds: dict[str, float]
+) -> dict[str, float]:
+    """Tokens per second of the step, its rollout and its update on this rank; on a known card its utilisation as well.
+
+    perf/mfu: 6 FLOPs per parameter and token, and causal attention, of each model that was updated, over what the card
+    can do; recomputed ones do not count. perf/mbu: the weights once per decode step and the keys and values of every
+    token so far, over what the card's memory can do.
+    Args: learners: {name: (model, optimizer)}; tp: ranks that hold one vLLM. Units: bfloat16 for both utilisations.
+    """
+    prompts, responses = (
+        np.array([len(getattr(r, name)) for r in rollouts]) for name in ("prompt_ids", "response_ids")
+    )
+    whole = prompts + responses
+    figures = {
+        "time/step_s": sum(seconds.values()),
+        "perf/tokens_per_s_per_gpu": whole.sum() / sum(seconds.values()),
+        "perf/rollout_tokens_per_s_per_gpu": responses.sum() / seconds["rollout"],
+        "perf/update_tokens_per_s_per_gpu": epochs * whole.sum() / seconds["update"],
+    }
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peaks = [rates for name, rates in PEAKS.items() if name in card]
+    if peaks:
+        flops = 0.0
+        for model, _ in learners.values():
+            config, params = model.lm.config, sum(p.numel() for p in model.parameters())
+            attention = 6 * config.num_hidden_layers * config.hidden_size * np.square(whole).sum()
+            flops += epochs * (6 * params * whole.sum() + attention)
+        config, params = policy.lm.config, sum(p.numel() for p in policy.parameters())
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
+        read = responses.max() * 2 * params + (responses * prompts + np.square(responses) / 2).sum() * token_bytes
+        figures["perf/mfu"] = flops / seconds["update"] / peaks[0][0]
+        figures["perf/mbu"] = read / tp / seconds["rollout"] / peaks[0][1]
+    return figures
 
 
 def synchronize(device: torch.device) -> None:
