@@ -8,6 +8,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -39,6 +40,8 @@ class Args:
     """More flags of grpo_fsdp.py."""
     against: Literal["none", "trl"] = "none"
     """"trl": the same shape through TRL afterwards."""
+    trl_limit_s: int = 900
+    """Seconds after which TRL is ended; the steps that it made by then count."""
     trl_batch: int = 32
     """TRL's responses per micro-batch."""
     out: str = "benchmarks/results"
@@ -78,9 +81,15 @@ def trl(args: Args, model: Path, prompts: Path) -> dict:
     values |= {"group": args.group, "response_len": args.response_len, "steps": args.steps}
     values |= {"longest": args.prompt_len + args.response_len}
     command = [sys.executable, "-m", "benchmarks.trl_grpo", json.dumps(values, default=str)]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    seconds = json.loads(result.stdout.strip().splitlines()[-1])
-    return {"system": f"TRL, {args.trl_batch} a micro-batch", "s/step": statistics.median(seconds[2:])}
+    with tempfile.TemporaryFile("w+") as printed:
+        try:
+            subprocess.run(command, stdout=printed, check=True, timeout=args.trl_limit_s)
+        except subprocess.TimeoutExpired:
+            print(f"TRL was ended after {args.trl_limit_s} s", file=sys.stderr)
+        printed.seek(0)
+        seconds = json.loads(printed.read().strip().splitlines()[-1])
+    print(f"TRL's steps: {seconds}", file=sys.stderr)
+    return {"system": f"TRL, {args.trl_batch} a micro-batch", "s/step": statistics.median(seconds[2:] or seconds[1:])}
 
 
 def main(args: Args) -> None:

@@ -1,4 +1,4 @@
-"""One shape through TRL's GRPOTrainer with colocated vLLM; the last line printed is the seconds of each step, as JSON.
+"""One shape through TRL's GRPOTrainer with colocated vLLM; each line printed is the seconds of each step so far, as JSON.
 
 python -m benchmarks.trl_grpo '{"model": ..., "prompts": ..., ...}'                  (benchmarks.step calls it)
 Settings: bfloat16 autocast over float32 weights, Liger kernels, no gradient checkpointing, no KL, as fast as it goes.
@@ -28,6 +28,7 @@ def main(model, prompts, batch, responses, group, response_len, longest, steps) 
         def on_step_end(self, *args, **kwargs):
             self.ended = time.perf_counter()
             self.seconds.append(self.ended - self.began)
+            print(json.dumps(self.seconds), flush=True)
 
     config = GRPOConfig(
         output_dir="runs/.bench/trl", use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3,
@@ -41,10 +42,8 @@ def main(model, prompts, batch, responses, group, response_len, longest, steps) 
     def reward(completions, **kwargs):
         return [len(text) / 100 for text in completions]
 
-    clock = Clock()
-    trainer = GRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=dataset, callbacks=[clock])
+    trainer = GRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=dataset, callbacks=[Clock()])
     trainer.train()
-    print(json.dumps(clock.seconds), flush=True)
 
 
 if __name__ == "__main__":
