@@ -269,6 +269,8 @@ class HybridEngine:
                 if dist.get_world_size() == 1
                 for source in unit.sliced({n: p.to_local() for n, p in unit.module.named_parameters()})
             ]
+        for unit in self._plan:
+            unit.module.reshard()  # one left unsharded by a forward would be copied as it was before the last step
         if self._shards:
             torch._foreach_copy_([t for unit in self._plan for t in unit.destinations], self._shards)
         else:
@@ -285,8 +287,6 @@ class HybridEngine:
 
     def _copy_gathered(self, units: list[_Unit]) -> None:
         """All-gather each FSDP block in the policy's compute dtype, the next one started ahead, and copy its slices."""
-        for unit in units:
-            unit.module.reshard()  # one left unsharded by a forward would be copied as it was before the last step
         units[0].module.unshard(async_op=True)
         for unit, following in zip(units, [*units[1:], None], strict=True):
             unit.module.unshard()

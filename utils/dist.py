@@ -1,5 +1,7 @@
 """Process group, device, seeds, and sums over ranks. Every rank runs the same script (SPMD)."""
 
+import atexit
+import gc
 import hashlib
 import os
 import socket
@@ -36,6 +38,9 @@ def init_distributed() -> torch.device:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
+    # What still holds the group once it is destroyed (meshes, sharded modules, in cycles) goes before the interpreter
+    # does: a gloo thread that lets go of a tensor after that aborts the process.
+    atexit.register(gc.collect)
     return device
 
 
