@@ -1,4 +1,4 @@
-"""One shape through TRL's GRPOTrainer with colocated vLLM; each line printed is the seconds of each step so far, as JSON.
+"""One shape through TRL's GRPOTrainer with colocated vLLM; prints the seconds of all steps so far after each, as JSON.
 
 python -m benchmarks.trl_grpo '{"model": ..., "prompts": ..., ...}'                  (benchmarks.step calls it)
 Settings: bfloat16 autocast over float32 weights, Liger kernels, no gradient checkpointing, no KL, as fast as it goes.
