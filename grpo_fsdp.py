@@ -44,8 +44,10 @@ from utils import tiny
 from utils.checkpoint import export_hf, load_checkpoint, open_run, save_checkpoint
 from utils.data import load_prompts, step_uids
 from utils.dist import (
+    asked_to_stop,
     broadcast,
     fail_together,
+    finish_on_sigterm,
     init_distributed,
     one_line_errors,
     seed_for,
@@ -61,6 +63,7 @@ from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
 from utils.replay import Replay, check_replay, open_record, record_rollouts
 from utils.scoring import Scorer, check_reward_models, check_scoring
+from utils.watchdog import watch
 
 
 @dataclass
@@ -78,7 +81,11 @@ class Args:
     resume: str = ""
     """"auto": the newest checkpoint of --run-dir, or a fresh start; or the path of a checkpoints/step_N folder."""
     save_every: int = 50
-    """Save a checkpoint every so many steps, and at the end; 0: never."""
+    """Save a checkpoint every so many steps, at the end, and on SIGTERM after the step's; 0: never."""
+    keep_checkpoints: int = 0
+    """Newest checkpoints to keep; 0: all."""
+    checksums: bool = False
+    """Record checksums of a checkpoint's files beside their sizes, and compare them on resuming."""
     eval_every: int = 10
     """Evaluate every so many steps, at step 0 and at the end; 0: never."""
     export_hf: Literal["last", "every", "off"] = "last"
@@ -178,6 +185,8 @@ class Args:
     """Recompute each block's activations in the backward pass."""
     compile: bool = False
     """torch.compile each block."""
+    hang_timeout_s: float = 60.0
+    """End the run when a rank shows no sign of life for so many seconds; 0: wait."""
     # [/shared]
     verify_sync: int = 0
     """Prove every so many weight syncs that vLLM holds the trainer's weights, and stop where it does not; 0: never."""
@@ -322,6 +331,7 @@ def main(args: Args) -> None:
     began = time.perf_counter()
     device = init_distributed()
     mesh = world_mesh(device)
+    watch(args.hang_timeout_s)
     rank, world = mesh.get_rank(), mesh.size()
     with one_line_errors():
         if args.model == "tiny":
@@ -417,8 +427,9 @@ def main(args: Args) -> None:
         progress.update(figures, steps=0)
 
     metrics = Metrics()
+    finish_on_sigterm()
     for step in range(done + 1, num_steps + 1):
-        metrics.start(device)
+        metrics.start(step, device)
 
         # ---- 1 rollout ----
         uids = step_uids(len(data), args.seed, step, args.prompts_per_step)[rank * P : (rank + 1) * P]
@@ -569,17 +580,22 @@ def main(args: Args) -> None:
             append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})
         progress.update(figures)
         metrics = Metrics()  # saving comes after the step is logged, so its time stands with the next step
+        stopping = asked_to_stop()
         # [/shared]
-        if args.save_every and (step % args.save_every == 0 or last):
+        if args.save_every and (step % args.save_every == 0 or last or stopping):
             with metrics.timed("save", device):
                 saved = save_checkpoint(run_dir, step, parts, *record)
-                if args.export_hf == "every":
+                if args.export_hf == "every" and saved:
                     export_hf(saved / "hf", policy, tokenizer)
+        if stopping:
+            break
 
     # ---- the end ----
     # [shared: end]
     progress.close()
-    if args.export_hf != "off":
+    if stopping and not last and rank == 0:
+        print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; --resume auto goes on from there")
+    if args.export_hf != "off" and (last or not stopping):
         export_hf(run_dir / "hf", policy, tokenizer)
     if rank == 0:
         curves = plot_runs([run_dir], run_dir / "curves.png")

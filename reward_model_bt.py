@@ -39,7 +39,17 @@ import tyro
 from utils import tiny
 from utils.checkpoint import export_hf, load_checkpoint, open_run, save_checkpoint, set_safe_pad
 from utils.data import step_uids
-from utils.dist import all_gather, broadcast, fail_together, init_distributed, one_line_errors, stop, world_mesh
+from utils.dist import (
+    all_gather,
+    asked_to_stop,
+    broadcast,
+    fail_together,
+    finish_on_sigterm,
+    init_distributed,
+    one_line_errors,
+    stop,
+    world_mesh,
+)
 from utils.metrics import Metrics, Progress, append_jsonl, read_jsonl
 from utils.models import end_of_sequence_ids, load_config, load_scalar, load_tokenizer, optimizer_step
 from utils.packing import pack, plan_together, to_device
@@ -47,6 +57,7 @@ from utils.plot import plot_runs
 from utils.preferences import load_pairs
 from utils.preflight import check_divides, check_flags, check_lengths
 from utils.tiny_pairs import ensure_pairs
+from utils.watchdog import watch
 
 
 @dataclass
@@ -64,7 +75,11 @@ class Args:
     resume: str = ""
     """"auto": the newest checkpoint of --run-dir, or a fresh start; or the path of a checkpoints/step_N folder."""
     save_every: int = 50
-    """Save a checkpoint every so many steps, and at the end; 0: never."""
+    """Save a checkpoint every so many steps, at the end, and on SIGTERM after the step's; 0: never."""
+    keep_checkpoints: int = 0
+    """Newest checkpoints to keep; 0: all."""
+    checksums: bool = False
+    """Record checksums of a checkpoint's files beside their sizes, and compare them on resuming."""
     eval_every: int = 10
     """Evaluate every so many steps, at step 0 and at the end; 0: never."""
     export_hf: Literal["last", "every", "off"] = "last"
@@ -119,6 +134,8 @@ class Args:
     """Recompute each block's activations in the backward pass."""
     compile: bool = False
     """torch.compile each block."""
+    hang_timeout_s: float = 60.0
+    """End the run when a rank shows no sign of life for so many seconds; 0: wait."""
     # [/shared]
 
 
@@ -219,6 +236,7 @@ def main(args: Args) -> None:
     began = time.perf_counter()
     device = init_distributed()
     mesh = world_mesh(device)
+    watch(args.hang_timeout_s)
     rank, world = mesh.get_rank(), mesh.size()
     with one_line_errors():
         if args.model == "tiny":
@@ -296,8 +314,9 @@ def main(args: Args) -> None:
         progress.update(figures, steps=0)
 
     metrics = Metrics()
+    finish_on_sigterm()
     for step in range(done + 1, num_steps + 1):
-        metrics.start(device)
+        metrics.start(step, device)
 
         # ---- 3 batch ----
         uids = step_uids(len(data), args.seed, step, args.pairs_per_step)[rank * B : (rank + 1) * B]
@@ -343,15 +362,20 @@ def main(args: Args) -> None:
             append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})
         progress.update(figures)
         metrics = Metrics()  # saving comes after the step is logged, so its time stands with the next step
-        if saving:
+        stopping = asked_to_stop()
+        if saving or (args.save_every and stopping):
             with metrics.timed("save", device):
                 saved = save_checkpoint(run_dir, step, parts, *record)
-                if args.export_hf == "every":
+                if args.export_hf == "every" and saved:
                     export_hf(saved / "hf", model, tokenizer)
+        if stopping:
+            break
 
     # ---- the end ----
     progress.close()
-    if args.export_hf != "off":
+    if stopping and not last and rank == 0:
+        print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; --resume auto goes on from there")
+    if args.export_hf != "off" and (last or not stopping):
         export_hf(run_dir / "hf", model, tokenizer)
     if rank == 0:
         curves = plot_runs([run_dir], run_dir / "curves.png")

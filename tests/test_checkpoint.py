@@ -1,6 +1,8 @@
 """The run folder: what a resume takes, keeps and puts aside."""
 
 import json
+import re
+import resource
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from conftest import ROOT, make_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from utils import tiny
-from utils.checkpoint import export_hf, open_run
+from utils.checkpoint import export_hf, open_run, save_checkpoint
 from utils.metrics import read_jsonl
 from utils.models import load_policy, load_tokenizer
 
@@ -22,7 +24,7 @@ def run_dir(tmp_path, process_group):
     for step in (2, 4, 10):
         folder = tmp_path / f"checkpoints/step_{step}"
         folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"step": step, "args": ARGS, "data": DATA}))
+        (folder / "state.json").write_text(json.dumps({"step": step, "args": ARGS, "data": DATA, "files": {}}))
     (tmp_path / "checkpoints/step_11.tmp").mkdir()
     lines = [json.dumps({"step": step, "x": step}) for step in range(12)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 12, "x')
@@ -70,6 +72,71 @@ def test_another_runs_checkpoint_does_not_cut_this_runs_log(run_dir, tmp_path_fa
     with pytest.raises(ValueError, match="holds another run than the one resumed"):
         reopen(other, str(run_dir / "checkpoints/step_4"))
     assert len(read_jsonl(other / "metrics.jsonl")) == 1
+
+
+@pytest.fixture
+def parts(process_group, tmp_path):
+    how = {"master_dtype": torch.float32, "compute_dtype": torch.float32}
+    policy = load_policy(str(make_model(tmp_path / "m")), process_group, **how)
+    return {"policy": (policy, torch.optim.AdamW(policy.parameters(), lr=1e-3))}
+
+
+def save(run_dir, step, parts, keep=0, checksums=False):
+    args = {**ARGS, "keep_checkpoints": keep, "checksums": checksums}
+    return save_checkpoint(run_dir, step, parts, args, DATA)
+
+
+def saved(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_checkpoint_that_is_not_what_was_written_is_refused_and_an_earlier_one_offered(tmp_path, parts, checksums):
+    folders = [save(tmp_path, step, parts, checksums=checksums) for step in (1, 2, 3)]
+    assert reopen(tmp_path, "auto") == (folders[2], 3)
+    shard = max((p for p in folders[2].iterdir()), key=lambda p: p.stat().st_size)
+    whole, offered = shard.read_bytes(), "--resume .*step_2 works"
+    shard.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=rf"step_3 is damaged, {shard.name} has \d+ bytes, .* {len(whole)}; {offered}"):
+        reopen(tmp_path, "auto")
+    shard.write_bytes(whole[:-100] + bytes(100))
+    if checksums:
+        with pytest.raises(ValueError, match=rf"step_3 is damaged, {shard.name} has another checksum .*; {offered}"):
+            reopen(tmp_path, str(folders[2]))
+    else:
+        assert reopen(tmp_path, "auto") == (folders[2], 3)  # a file of that size: only a checksum sees it
+    (folders[2] / "state.json").write_text('{"step": 3, "ar')
+    (folders[1] / shard.name).unlink()
+    with pytest.raises(
+        ValueError, match=r"step_3 is damaged, its state.json does not read .*; --resume .*step_1 works"
+    ):
+        reopen(tmp_path, "auto")
+    (folders[0] / "state.json").unlink()
+    with pytest.raises(ValueError, match="no other checkpoint of the run is whole"):
+        reopen(tmp_path, "auto")
+
+
+def test_only_the_newest_are_kept(tmp_path, parts):
+    (tmp_path / "checkpoints/step_9.tmp").mkdir(parents=True)  # of a save that was killed
+    for step in (1, 2, 10, 11):
+        save(tmp_path, step, parts, keep=2)
+    assert saved(tmp_path) == ["step_10", "step_11"]
+    save(tmp_path, 12, parts)
+    assert saved(tmp_path) == ["step_10", "step_11", "step_12"]
+
+
+def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(tmp_path, parts, capsys):
+    """A limit on the size of files stands in for the disk: the write fails half way."""
+    save(tmp_path, 1, parts, keep=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        assert save(tmp_path, 2, parts, keep=1) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert re.search(r"step 2: NOT WRITTEN \(.*GiB are free there\).*whole one is .*step_1", capsys.readouterr().out)
+    assert saved(tmp_path) == ["step_1"] and reopen(tmp_path, "auto")[1] == 1
+    assert save(tmp_path, 3, parts, keep=1) and saved(tmp_path) == ["step_3"]
 
 
 def test_export_keeps_what_the_folder_had(process_group, tmp_path):

@@ -1,10 +1,12 @@
 """The run folder, sharded checkpoints to resume from, and Hugging Face export.
 
-A checkpoint is `checkpoints/step_N/`: torch.distributed.checkpoint shards of models and optimizers, and `state.json`.
-Samples, data order and learning rate are functions of (seed, step), so that is all the state there is. It is written
-aside and renamed whole: a folder named step_N is complete. DCP's metadata is a pickle: load only checkpoints you made.
+A checkpoint is `checkpoints/step_N/`: torch.distributed.checkpoint shards of models and optimizers, and `state.json`,
+which also lists the shards with their sizes. Samples, data order and learning rate are functions of (seed, step), so
+that is all the state there is. It is written aside and renamed whole: a folder named step_N is complete, and one whose
+files have changed since is refused. DCP's metadata is a pickle: load only checkpoints you made.
 """
 
+import hashlib
 import json
 import os
 import shlex
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,14 +28,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from utils.dist import broadcast, fail_together
+from utils.dist import all_gather, broadcast, fail_together
 from utils.metrics import cut_jsonl
 from utils.models import Parts, PolicyModel, ScalarModel, hf_name
 
 MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what was trained so far
-    "run_dir", "resume", "num_steps", "num_epochs", "save_every", "eval_every", "export_hf", "max_tokens_per_gpu",
-    "activation_checkpointing", "compile", "sleep", "kv_cache_gib", "max_num_seqs", "tensor_parallel_size",
-    "reward_timeout_s", "reward_workers", "record", "replay", "verify_sync",
+    "run_dir", "resume", "num_steps", "num_epochs", "save_every", "keep_checkpoints", "checksums", "eval_every",
+    "export_hf", "max_tokens_per_gpu", "activation_checkpointing", "compile", "sleep", "kv_cache_gib", "max_num_seqs",
+    "tensor_parallel_size", "reward_timeout_s", "reward_workers", "record", "replay", "verify_sync",
+    "hang_timeout_s",
 }  # fmt: skip
 
 
@@ -59,6 +63,36 @@ def _step_of(folder: Path) -> int:
     return int(number) if number.isdigit() else -1
 
 
+def _checked(checkpoint: Path, saved: list[Path]) -> dict:
+    """The checkpoint's state, if its files are what was written. Raises: ValueError, naming one of `saved` that is."""
+
+    def damage(folder: Path) -> str:
+        try:
+            files = json.loads((folder / "state.json").read_text())["files"]
+        except (ValueError, KeyError, OSError) as error:
+            return f"its state.json does not read ({error})"
+        for name, (size, digest) in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes, and was written with {size}"
+            if digest and _digest(path) != digest:
+                return f"{name} has another checksum than when it was written"
+        return ""
+
+    if found := damage(checkpoint):
+        whole = [p for p in reversed(saved) if p.resolve() != checkpoint.resolve() and not damage(p)]
+        works = f"--resume {whole[0]} works" if whole else "no other checkpoint of the run is whole: start a new one"
+        raise ValueError(f"--resume: {checkpoint} is damaged, {found}; {works}")
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tuple[Path | None, int]:
     checkpoint, step = None, 0
     saved = sorted((p for p in run.glob("checkpoints/step_*") if _step_of(p) >= 0), key=_step_of)
@@ -75,7 +109,7 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
     elif (run / "metrics.jsonl").exists():
         raise ValueError(f"--run-dir {run}: holds an earlier run; use --resume auto to continue it, or a new folder")
     if checkpoint is not None:
-        state = json.loads((checkpoint / "state.json").read_text())
+        state = _checked(checkpoint, saved)
         step = state["step"]
         # a cosine schedule is laid out over all its steps: another number would bend it
         may_differ = MAY_DIFFER - ({"num_steps", "num_epochs"} if args.get("lr_schedule") == "cosine" else set())
@@ -110,33 +144,71 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
     return checkpoint, step
 
 
-def save_checkpoint(run_dir: Path, step: int, parts: Parts, args: dict, data: dict, state: dict | None = None) -> Path:
-    """Write checkpoints/step_N (collective). A failure on any rank leaves earlier checkpoints as they were.
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    parts: Parts,
+    args: dict,
+    data: dict,
+    state: dict | None = None,
+) -> Path | None:
+    """Write checkpoints/step_N (collective); None where it could not be written (a full disk), which is said.
 
+    Earlier checkpoints stay as they are until the new one is whole; then all but the newest --keep-checkpoints go.
     Args: state: what else a step hands to the next one (a KL coefficient), as JSON.
     """
     final = run_dir / "checkpoints" / f"step_{step}"
     aside = final.with_name(f"{final.name}.tmp")
+    error = None
+    try:
+        if dist.get_rank() == 0:
+            for left_behind in final.parent.glob("*.tmp"):
+                shutil.rmtree(left_behind)
+            aside.mkdir(parents=True)
+        dist.barrier()
+        dcp.save(_state_of(parts), checkpoint_id=aside)
+        if dist.get_rank() == 0:
+            record = {
+                "step": step,
+                "args": args,
+                "data": data,
+                "parts": list(parts),
+                "state": state or {},
+                "world_size": dist.get_world_size(),
+                "torch": torch.__version__,
+                "files": {
+                    str(path.relative_to(aside)): (path.stat().st_size, _digest(path) if args["checksums"] else "")
+                    for path in sorted(aside.rglob("*"))
+                    if path.is_file()
+                },
+            }
+            with (aside / "state.json").open("w") as file:
+                file.write(json.dumps(record, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+    except (OSError, CheckpointException) as caught:
+        error = str(caught).strip().splitlines()[-1]
+    failed = [e for e in all_gather(error) if e]
     if dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        saved = sorted((p for p in final.parent.glob("step_*") if _step_of(p) >= 0), key=_step_of)
+        if failed:
+            shutil.rmtree(aside, ignore_errors=True)
+            free, newest = shutil.disk_usage(run_dir).free / 2**30, saved[-1] if saved else "none"
+            print(
+                f"checkpoint of step {step}: NOT WRITTEN ({failed[0]}; {free:.1f} GiB are free there); "
+                f"the run goes on, the newest whole one is {newest}",
+                flush=True,
+            )
+        else:
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(aside, final)
+            others = [p for p in saved if _step_of(p) < step]
+            for old in others[: len(others) + 1 - args["keep_checkpoints"]] if args["keep_checkpoints"] else []:
+                gone = old.with_name(f"{old.name}.tmp")  # under its own name it would be a checkpoint until all is gone
+                os.replace(old, gone)
+                shutil.rmtree(gone)
     dist.barrier()
-    dcp.save(_state_of(parts), checkpoint_id=aside)
-    if dist.get_rank() == 0:
-        record = {
-            "step": step,
-            "args": args,
-            "data": data,
-            "parts": list(parts),
-            "state": state or {},
-            "world_size": dist.get_world_size(),
-            "torch": torch.__version__,
-        }
-        (aside / "state.json").write_text(json.dumps(record, indent=2) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(aside, final)
-    dist.barrier()
-    return final
+    return None if failed else final
 
 
 def load_checkpoint(checkpoint: Path, parts: Parts) -> dict:

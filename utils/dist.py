@@ -4,6 +4,7 @@ import atexit
 import gc
 import hashlib
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,24 @@ def init_distributed() -> torch.device:
     # does: a gloo thread that lets go of a tensor after that aborts the process.
     atexit.register(gc.collect)
     return device
+
+
+_asked_to_stop: list[bool] = []
+
+
+def finish_on_sigterm() -> None:
+    """From now on the first SIGTERM only asks to stop (`asked_to_stop`); a second one ends the process as ever."""
+
+    def ask(*_) -> None:
+        _asked_to_stop.append(True)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, ask)
+
+
+def asked_to_stop() -> bool:
+    """Whether any rank has been sent SIGTERM, as torchrun and schedulers do before they kill (collective)."""
+    return any(all_gather(bool(_asked_to_stop)))
 
 
 def world_mesh(device: torch.device) -> DeviceMesh:

@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from utils.dist import all_gather
+from utils.watchdog import say
 
 
 class Metrics:
@@ -25,7 +26,7 @@ class Metrics:
         self._mean: dict[str, tuple] = {}
         self._max: dict[str, list] = {}
         self.seconds: dict[str, float] = {}  # of each phase so far, on this rank
-        self._last_lap = 0.0
+        self._step, self._last_lap = 0, 0.0
 
     def add(self, key: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
         """Add `count` observations summing to `total`; the step's figure is their mean.
@@ -50,8 +51,10 @@ class Metrics:
         synchronize(device)
         self.add(f"time/{phase}_s", time.perf_counter() - start)
 
-    def start(self, device: torch.device) -> None:
-        """The step begins: what `lap` counts from."""
+    def start(self, step: int, device: torch.device) -> None:
+        """Step `step` begins: what `lap` counts from."""
+        self._step = step
+        say(f"step {step}")
         synchronize(device)
         self._last_lap = time.perf_counter()
         if device.type == "cuda":
@@ -67,6 +70,7 @@ class Metrics:
         self.seconds[phase] = now - self._last_lap
         self._last_lap = now
         self.add(f"time/{phase}_s", self.seconds[phase])
+        say(f"step {self._step}, after {phase}")
         peak = peak_memory_gib(device)
         self.add_max("perf/peak_mem_gib", peak)
         if device.type == "cuda":

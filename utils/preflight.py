@@ -17,9 +17,9 @@ POSITIVE = (  # names in any script
     "reward_workers reward_timeout_s update_epochs max_grad_norm max_tokens_per_gpu correction_cap kl_target kl_horizon"
 )
 NOT_NEGATIVE = (
-    "num_steps save_every eval_every minibatch_size lr critic_lr warmup_steps critic_warmup_steps weight_decay "
-    "clip_low clip_high dual_clip value_clip entropy_coef kl_coef centring_coef score_clip missing_eos_penalty "
-    "verify_sync"
+    "num_steps save_every keep_checkpoints eval_every minibatch_size lr critic_lr warmup_steps critic_warmup_steps "
+    "weight_decay clip_low clip_high dual_clip value_clip entropy_coef kl_coef centring_coef score_clip "
+    "missing_eos_penalty verify_sync hang_timeout_s"
 )
 
 
@@ -44,6 +44,7 @@ def check_flags(flags: dict, default: dict, idle: list[tuple[str, bool, str]]) -
             raise ValueError(f"{word}: must be given with {flag('model', flags)}; {word} {example}, for example")
     everywhere = [
         ("--num-steps above 0", flags["num_steps"] > 0, "num_epochs"),
+        ("--save-every 0", flags["save_every"] == 0, "keep_checkpoints checksums"),
         ("no --val-files", not flags["val_files"], "eval_every eval_reward"),
         ("--rollout-correction none", flags.get("rollout_correction") == "none", "correction_cap"),
         ("--replay, which makes no rollouts", bool(flags.get("replay")), "record"),

@@ -1,0 +1,140 @@
+"""Runs that are killed or told to stop at any moment, and gone on with, end as the straight run does, bit for bit."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from safetensors.numpy import load_file
+from test_golden import GOLDEN, SCRIPTS
+from test_runs import rows
+
+from utils import tiny
+from utils.tiny_pairs import make_pairs
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("survive")
+    tiny.make_model(folder / "model", seed=11, num_sft_steps=0)
+    tiny.make_data(folder / "data")
+    make_pairs(folder / "data")
+    return folder
+
+
+def start(folder, script, name, *more, ranks=1) -> subprocess.Popen:
+    """A run on recorded rollouts that saves every step, in a process group of its own."""
+    policy = script != "reward_model_bt"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
+    command = [
+        sys.executable, *launcher, ROOT / f"{script}.py", "--run-dir", folder / name, "--model", folder / "model",
+        "--train-files", folder / f"data/{'train' if policy else 'train_pairs'}.parquet", "--num-steps", STEPS,
+        "--lr", 3e-4, "--max-prompt-len", 16, "--max-response-len", 12, "--save-every", 1, "--keep-checkpoints", 2,
+        *SCRIPTS[script], *(["--replay", GOLDEN / "rollouts"] if policy else []), *more,
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TEST_RUN": str(folder / name)}
+    log = (folder / f"{name}.log").open("a")
+    return subprocess.Popen(map(str, command), env=env, stdout=log, stderr=log, start_new_session=True)
+
+
+def finish(folder, process, name):
+    assert process.wait(timeout=300) == 0, (folder / f"{name}.log").read_text()[-3000:]
+
+
+def wait_for(folder, name, step, process) -> None:
+    """Until the run has logged `step`, or has ended."""
+    log = folder / name / "metrics.jsonl"
+    while process.poll() is None and not (log.exists() and f'"step": {step},' in log.read_text()):
+        time.sleep(0.02)
+
+
+def same_end(folder, name, straight):
+    for a, b in zip(rows(folder / name), rows(folder / straight), strict=True):
+        figures = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in (a, b)]
+        assert figures[0] == figures[1]
+    mine, other = (load_file(folder / run / "hf/model.safetensors") for run in (name, straight))
+    assert all(np.array_equal(mine[key], other[key]) for key in other)
+
+
+@pytest.fixture(scope="module")
+def straight(folder):
+    """Of each script, once."""
+    done = {}
+
+    def get(script):
+        if script not in done:
+            done[script] = f"straight_{script}"
+            finish(folder, start(folder, script, done[script]), done[script])
+        return done[script]
+
+    return get
+
+
+@pytest.mark.parametrize("script, kills", [
+    ("ppo_fsdp", 4), pytest.param("grpo_fsdp", 20, marks=pytest.mark.slow),
+    pytest.param("reward_model_bt", 20, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_killed_at_random_times_and_resumed(folder, straight, script, kills):
+    generator, name = np.random.default_rng(kills), f"killed_{script}"
+    for _ in range(kills):
+        process = start(folder, script, name, "--resume", "auto")
+        reached = max([row["step"] for row in rows(folder / name)], default=0) if (folder / name).exists() else 0
+        wait_for(folder, name, min(reached + 1, STEPS - 1), process)
+        time.sleep(generator.uniform(0, 0.5))  # a step takes about that long, a good part of it the save
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if (folder / name / "hf").exists():  # it got to the end: once more from the start
+            (folder / name).rename(folder / f"{name}_{time.time()}")
+    finish(folder, start(folder, script, name, "--resume", "auto"), name)
+    same_end(folder, name, straight(script))
+
+
+def test_a_rank_that_hangs_ends_the_run_with_its_last_words(folder, straight):
+    name = "hung"
+    process = start(folder, "grpo_fsdp", name, "--hang-timeout-s", 5, ranks=2)
+    wait_for(folder, name, 2, process)
+    ranks = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and environment(pid).get("RANK") == "1"]
+    mine = [pid for pid in ranks if environment(pid).get("TEST_RUN") == str(folder / name)]
+    os.kill(mine[0], signal.SIGSTOP)
+    log, began = folder / f"{name}.log", time.monotonic()
+    while "no sign of life" not in log.read_text() and time.monotonic() - began < 60:
+        time.sleep(0.1)
+    assert re.search(r"error: rank 1 has shown no sign of life for 5 s; its last words: step \d+, ", log.read_text())
+    os.kill(mine[0], signal.SIGKILL)  # torchrun would, half a minute later
+    assert process.wait(timeout=60) == 1
+    assert not any(environment(pid).get("TEST_RUN") == str(folder / name) for pid in os.listdir("/proc"))
+    finish(folder, start(folder, "grpo_fsdp", name, "--resume", "auto"), name)
+    assert [row["step"] for row in rows(folder / name)] == list(range(1, STEPS + 1))
+
+
+def environment(pid: str | int) -> dict[str, str]:
+    """Of a process, as it was started; empty where it is not ours, or is over."""
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+@pytest.mark.parametrize("script", ["grpo_fsdp", "reward_model_bt"])
+def test_sigterm_finishes_the_step_saves_and_ends(folder, straight, script):
+    name = f"stopped_{script}"
+    process = start(folder, script, name, "--save-every", 1000)
+    wait_for(folder, name, 3, process)
+    process.terminate()
+    finish(folder, process, name)
+    last = rows(folder / name)[-1]["step"]
+    assert 3 <= last < STEPS and not (folder / name / "hf").exists()
+    assert [p.name for p in (folder / name / "checkpoints").iterdir()] == [f"step_{last}"]
+    assert f"stopped by SIGTERM after step {last} of {STEPS}; --resume auto" in (folder / f"{name}.log").read_text()
+    finish(folder, start(folder, script, name, "--resume", "auto"), name)
+    same_end(folder, name, straight(script))
