@@ -577,9 +577,10 @@ def main(args: Args) -> None:
         uids = step_uids(len(data), args.seed, step, args.prompts_per_step)[rank * P : (rank + 1) * P]
         sampling = Sampling(args.temperature, args.max_response_len)
         rollouts = scorer.rollout(data, uids, G, step, sampling)
+        metrics.lap("rollout", device)
         if args.sleep != "none":
             engine.sleep(args.sleep)
-        metrics.lap("rollout", device)
+            metrics.lap("sleep", device)
 
         # ---- 2 score ----
         # rules have been at it since each response ended; models come in phase 4
@@ -755,7 +756,7 @@ def main(args: Args) -> None:
         metrics.add("rollout/response_len", lengths_B.sum(), B)
         metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
         metrics.lap("log", device)
-        pace = speed(learners, policy, rollouts, args.update_epochs, args.tensor_parallel_size, metrics.seconds)
+        pace = speed(learners, policy, rollouts, args.update_epochs, metrics.seconds)
         for key, value in pace.items():
             metrics.add(key, value)
         last = step == num_steps
@@ -781,7 +782,8 @@ def main(args: Args) -> None:
     # [shared: end]
     progress.close()
     if stopping and not last and rank == 0:
-        print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; --resume auto goes on from there")
+        what = "--resume auto goes on from there" if args.save_every and saved else "nothing was saved of it"
+        print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; {what}")
     if args.export_hf != "off" and (last or not stopping):
         export_hf(run_dir / "hf", policy, tokenizer)
     if rank == 0:

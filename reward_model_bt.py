@@ -345,7 +345,8 @@ def main(args: Args) -> None:
 
         # ---- 8 log, evaluate, save ----
         last = step == num_steps
-        saving = args.save_every > 0 and (step % args.save_every == 0 or last)
+        stopping = asked_to_stop()
+        saving = args.save_every > 0 and (step % args.save_every == 0 or last or stopping)
         tokens = sum(len(s.prompt_ids) + len(s.response_ids) for pair in sequences for s in pair)
         metrics.add("optim/grad_norm", norms["reward_model"])
         metrics.add("optim/lr", lr)
@@ -362,8 +363,7 @@ def main(args: Args) -> None:
             append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})
         progress.update(figures)
         metrics = Metrics()  # saving comes after the step is logged, so its time stands with the next step
-        stopping = asked_to_stop()
-        if saving or (args.save_every and stopping):
+        if saving:
             with metrics.timed("save", device):
                 saved = save_checkpoint(run_dir, step, parts, *record)
                 if args.export_hf == "every" and saved:
@@ -374,7 +374,8 @@ def main(args: Args) -> None:
     # ---- the end ----
     progress.close()
     if stopping and not last and rank == 0:
-        print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; --resume auto goes on from there")
+        what = "--resume auto goes on from there" if args.save_every and saved else "nothing was saved of it"
+        print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; {what}")
     if args.export_hf != "off" and (last or not stopping):
         export_hf(run_dir / "hf", model, tokenizer)
     if rank == 0:

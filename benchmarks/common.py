@@ -78,7 +78,7 @@ def report(name: str, rows: list[dict], out: str) -> None:
     for row in rows:
         cells = (row.get(column, "") for column in columns)
         print("| " + " | ".join(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells) + " |", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     about = {
         "date": time.strftime("%Y-%m-%d"), "commit": commit, "card": torch.cuda.get_device_name(),
         "torch": torch.__version__, "vllm": vllm.__version__, "python": platform.python_version(),

@@ -1,10 +1,11 @@
 """Whole GRPO steps of grpo_fsdp.py as a user runs it, and of TRL's GRPOTrainer with colocated vLLM in the same call.
 
 python -m benchmarks.step --size 0.5b --against trl
-The floor: this step's rollout and update at the rates that benchmarks.rollout and benchmarks.update call their floors.
+The phases of the step stand beside it; their floors are those of benchmarks.rollout, .update and .sync.
 """
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -87,9 +88,10 @@ def trl(args: Args, model: Path, prompts: Path) -> dict:
         except subprocess.TimeoutExpired:
             print(f"TRL was ended after {args.trl_limit_s} s", file=sys.stderr)
         printed.seek(0)
-        seconds = json.loads(printed.read().strip().splitlines()[-1])
+        seconds = json.loads((printed.read().strip().splitlines() or ["[]"])[-1])
     print(f"TRL's steps: {seconds}", file=sys.stderr)
-    return {"system": f"TRL, {args.trl_batch} a micro-batch", "s/step": statistics.median(seconds[2:] or seconds[1:])}
+    warm = seconds[2:] or seconds[1:] or [math.nan]
+    return {"system": f"TRL, {args.trl_batch} a micro-batch", "s/step": statistics.median(warm)}
 
 
 def main(args: Args) -> None:

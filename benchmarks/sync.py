@@ -1,7 +1,7 @@
 """Weight sync: FSDP2 shards into vLLM's storage, against a plain device copy of the same bytes.
 
-python -m benchmarks.sync --sizes 0.5b 1.5b 7b
-The floor: the master weights read once, and the engine's read and written once, at the card's own copy bandwidth.
+python -m benchmarks.sync --size 0.5b
+The floor: the master weights read once, and the engine's written once, at the card's own copy bandwidth.
 """
 
 import statistics
@@ -40,7 +40,7 @@ def main(args: Args) -> None:
     other = [torch.empty_like(p) for p in weights]
     plain = timed(lambda: torch._foreach_copy_(other, weights))
     read = sum(p.numel() * p.element_size() for p in policy.parameters())
-    floor = (read + 2 * reports[0].num_bytes) / copy_bandwidth()
+    floor = (read + reports[0].num_bytes) / copy_bandwidth()
     row = {
         "size": args.size, "master": args.master_dtype, "GB": reports[0].num_bytes / 1e9, "first sync s": first.seconds,
         "copy ms": copied * 1e3, "reset ms": statistics.median(r.reset_seconds for r in reports) * 1e3,

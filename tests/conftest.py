@@ -51,13 +51,16 @@ def sequences(prompts, responses) -> list[SimpleNamespace]:
     return [SimpleNamespace(prompt_ids=p, response_ids=r) for p, r in zip(prompts, responses, strict=True)]
 
 
+def user_env(**env) -> dict[str, str]:
+    """The environment of a user's shell, in the repository root: without this process's place in a group."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **env}
+    return {k: v for k, v in env.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+
+
 def run(command: list, timeout: float = 300, **env) -> subprocess.CompletedProcess:
     """Run from the repository root as a user would; the output of both streams as text."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **env}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        env.pop(name, None)
     return subprocess.run(
-        [str(part) for part in command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
+        [str(part) for part in command], cwd=ROOT, env=user_env(**env), capture_output=True, text=True, timeout=timeout
     )
 
 

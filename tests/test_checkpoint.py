@@ -121,8 +121,11 @@ def test_only_the_newest_are_kept(tmp_path, parts):
     for step in (1, 2, 10, 11):
         save(tmp_path, step, parts, keep=2)
     assert saved(tmp_path) == ["step_10", "step_11"]
-    save(tmp_path, 12, parts)
-    assert saved(tmp_path) == ["step_10", "step_11", "step_12"]
+    for step in (12, 13, 14, 15):
+        save(tmp_path, step, parts, keep=5)
+    assert saved(tmp_path) == [f"step_{step}" for step in range(11, 16)]
+    save(tmp_path, 16, parts)
+    assert saved(tmp_path) == [f"step_{step}" for step in range(11, 17)]
 
 
 def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(tmp_path, parts, capsys):

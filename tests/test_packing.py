@@ -1,8 +1,10 @@
 """Packing: every sequence once, under the budget; ragged rows survive the way to [B, R] and back."""
 
+import json
+
 import pytest
 import torch
-from conftest import sequences
+from conftest import ROOT, sequences, torchrun
 
 from utils.dist import seed_for
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_micro_batches, plan_together
@@ -69,3 +71,9 @@ def test_plan_together_speaks_of_the_callers_indices(process_group):
 def test_parts_of_a_seed_do_not_run_together():
     assert seed_for("x", 1, 23) != seed_for("x", 12, 3)
     assert 0 <= seed_for("x") < 2**63
+
+
+def test_fault_36_ranks_make_as_many_passes(tmp_path):
+    torchrun(3, ROOT / "tests/workers/plan_ranks.py", tmp_path / "plans.json")
+    plans = json.loads((tmp_path / "plans.json").read_text())
+    assert plans == [[[[2], [1], [0]], 7], [[[0], [], []], 7], [[[], [], []], 7]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, user_env
 from safetensors.numpy import load_file
 from test_golden import GOLDEN, SCRIPTS
 from test_runs import rows
@@ -40,9 +40,9 @@ def start(folder, script, name, *more, ranks=1) -> subprocess.Popen:
         "--lr", 3e-4, "--max-prompt-len", 16, "--max-response-len", 12, "--save-every", 1, "--keep-checkpoints", 2,
         *SCRIPTS[script], *(["--replay", GOLDEN / "rollouts"] if policy else []), *more,
     ]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TEST_RUN": str(folder / name)}
+    env = user_env(OMP_NUM_THREADS="1", TEST_RUN=str(folder / name))
     log = (folder / f"{name}.log").open("a")
-    return subprocess.Popen(map(str, command), env=env, stdout=log, stderr=log, start_new_session=True)
+    return subprocess.Popen(map(str, command), cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
 
 
 def finish(folder, process, name):

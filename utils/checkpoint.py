@@ -159,34 +159,37 @@ def save_checkpoint(
     """
     final = run_dir / "checkpoints" / f"step_{step}"
     aside = final.with_name(f"{final.name}.tmp")
-    error = None
+    error = ""
     try:
         if dist.get_rank() == 0:
             for left_behind in final.parent.glob("*.tmp"):
                 shutil.rmtree(left_behind)
             aside.mkdir(parents=True)
-        dist.barrier()
-        dcp.save(_state_of(parts), checkpoint_id=aside)
-        if dist.get_rank() == 0:
-            record = {
-                "step": step,
-                "args": args,
-                "data": data,
-                "parts": list(parts),
-                "state": state or {},
-                "world_size": dist.get_world_size(),
-                "torch": torch.__version__,
-                "files": {
-                    str(path.relative_to(aside)): (path.stat().st_size, _digest(path) if args["checksums"] else "")
-                    for path in sorted(aside.rglob("*"))
-                    if path.is_file()
-                },
-            }
-            with (aside / "state.json").open("w") as file:
-                file.write(json.dumps(record, indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-    except (OSError, CheckpointException) as caught:
+    except OSError as caught:
+        error = str(caught)
+    try:
+        if not (error := broadcast(error)):
+            dcp.save(_state_of(parts), checkpoint_id=aside)
+            if dist.get_rank() == 0:
+                record = {
+                    "step": step,
+                    "args": args,
+                    "data": data,
+                    "parts": list(parts),
+                    "state": state or {},
+                    "world_size": dist.get_world_size(),
+                    "torch": torch.__version__,
+                    "files": {
+                        str(path.relative_to(aside)): (path.stat().st_size, _digest(path) if args["checksums"] else "")
+                        for path in sorted(aside.rglob("*"))
+                        if path.is_file()
+                    },
+                }
+                with (aside / "state.json").open("w") as file:
+                    file.write(json.dumps(record, indent=2) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+    except (OSError, CheckpointException) as caught:  # the latter on every rank, where one could not write
         error = str(caught).strip().splitlines()[-1]
     failed = [e for e in all_gather(error) if e]
     if dist.get_rank() == 0:
@@ -203,7 +206,8 @@ def save_checkpoint(
             shutil.rmtree(final, ignore_errors=True)
             os.replace(aside, final)
             others = [p for p in saved if _step_of(p) < step]
-            for old in others[: len(others) + 1 - args["keep_checkpoints"]] if args["keep_checkpoints"] else []:
+            too_many = len(others) + 1 - (args["keep_checkpoints"] or len(others) + 1)
+            for old in others[: max(0, too_many)]:
                 gone = old.with_name(f"{old.name}.tmp")  # under its own name it would be a checkpoint until all is gone
                 os.replace(old, gone)
                 shutil.rmtree(gone)

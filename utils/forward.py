@@ -6,6 +6,7 @@ V] never exists: the head runs on the N predicting positions alone, in chunks, a
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -81,6 +82,21 @@ def _hidden(lm: nn.Module, packed: Packed) -> torch.Tensor:
     ).last_hidden_state[0]
 
 
+def attention_shape(config) -> tuple[int, int, int, int]:
+    """Layers, heads, key-value heads and head size; not every config names them all."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return config.num_hidden_layers, heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def _backbone_flops(lm: nn.Module, lengths: np.ndarray) -> float:
+    """Of a forward and backward: 6 per token and parameter that multiplies it (no embedding), and causal attention."""
+    layers, heads, _, head_size = attention_shape(lm.config)
+    embedding = lm.get_input_embeddings().weight.numel()
+    params = sum(p.numel() for p in lm.base_model.parameters()) - embedding
+    return 6.0 * params * lengths.sum() + 6.0 * layers * heads * head_size * np.square(lengths).sum()
+
+
 def _head_chunk(hidden_NH, weight_VH, bias_V, target_N, temperature, entropy_grad):
     # DETAIL: logits are divided by the temperature once, in float32, before log-prob and entropy alike, as the engine
     # does (processed_logprobs); dividing log-probs instead would leave them unnormalised.
@@ -109,6 +125,11 @@ class PolicyModel(nn.Module):
         if lm.config.tie_word_embeddings:
             # FSDP2 keeps one owner per parameter: the alias would be left behind on every unshard, so it goes.
             lm.set_output_embeddings(None)
+
+    def flops(self, prompts: np.ndarray, responses: np.ndarray) -> float:
+        """Of a forward and backward over sequences of these lengths in tokens; the head is on response tokens alone."""
+        head = self.lm.get_input_embeddings().weight.numel()  # the output matrix is as large, tied or not
+        return _backbone_flops(self.lm, prompts + responses) + 6.0 * head * responses.sum()
 
     def compile_head(self) -> None:
         """Fuse what is done to [chunk, V] logits: each pass over them costs as much memory traffic as a small block."""
@@ -143,6 +164,10 @@ class ScalarModel(nn.Module):
         self.lm = lm
         self.saved_dtype = saved_dtype
         self.generation_config_file: str | None = None
+
+    def flops(self, prompts: np.ndarray, responses: np.ndarray) -> float:
+        """Of a forward and backward over sequences of these lengths in tokens."""
+        return _backbone_flops(self.lm, prompts + responses)
 
     def forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """The scalar of the state each response token is sampled in, and of the state after the last one.

@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from utils.dist import all_gather
+from utils.forward import attention_shape
 from utils.watchdog import say
 
 
@@ -137,14 +138,15 @@ PEAKS = {  # card: dense bfloat16 FLOP/s, bytes/s of its memory (data sheets, SX
 
 
 def speed(
-    learners: dict, policy: torch.nn.Module, rollouts: Sequence, epochs: int, tp: int, seconds: dict[str, float]
+    learners: dict, policy: torch.nn.Module, rollouts: Sequence, epochs: int, seconds: dict[str, float]
 ) -> dict[str, float]:
     """Tokens per second of the step, its rollout and its update on this rank; on a known card its utilisation as well.
 
-    perf/mfu: 6 FLOPs per parameter and token, and causal attention, of each model that was updated, over what the card
-    can do; recomputed ones do not count. perf/mbu: the weights once per decode step and the keys and values of every
-    token so far, over what the card's memory can do.
-    Args: learners: {name: (model, optimizer)}; tp: ranks that hold one vLLM. Units: bfloat16 for both utilisations.
+    perf/mfu: 6 FLOPs per token and parameter that it is multiplied with (the head on response tokens alone), and causal
+    attention, of each model that was updated, over what the card can do in bfloat16; recomputed ones do not count.
+    perf/mbu: the keys and values that decoding reads for each response, over what the card's memory can do; the weights
+    are left out, which are read once for all responses of a decode step.
+    Args: learners: {name: (model, optimizer)}.
     """
     prompts, responses = (
         np.array([len(getattr(r, name)) for r in rollouts]) for name in ("prompt_ids", "response_ids")
@@ -159,17 +161,11 @@ def speed(
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     peaks = [rates for name, rates in PEAKS.items() if name in card]
     if peaks:
-        flops = 0.0
-        for model, _ in learners.values():
-            config, params = model.lm.config, sum(p.numel() for p in model.parameters())
-            attention = 6 * config.num_hidden_layers * config.hidden_size * np.square(whole).sum()
-            flops += epochs * (6 * params * whole.sum() + attention)
-        config, params = policy.lm.config, sum(p.numel() for p in policy.parameters())
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
-        read = responses.max() * 2 * params + (responses * prompts + np.square(responses) / 2).sum() * token_bytes
-        figures["perf/mfu"] = flops / seconds["update"] / peaks[0][0]
-        figures["perf/mbu"] = read / tp / seconds["rollout"] / peaks[0][1]
+        flops = sum(model.flops(prompts, responses) for model, _ in learners.values())
+        figures["perf/mfu"] = epochs * flops / seconds["update"] / peaks[0][0]
+        layers, _, kv_heads, head_size = attention_shape(policy.lm.config)
+        read = 2 * 2 * layers * kv_heads * head_size * (responses * prompts + np.square(responses) / 2).sum()
+        figures["perf/mbu"] = read / seconds["rollout"] / peaks[0][1]
     return figures
 
 

@@ -1,7 +1,8 @@
-"""Ends a run in which a rank has stopped without dying: the others would wait for it in a collective without limit.
+"""Ends a run in which a rank is frozen (stopped, swapped out, its machine gone) without having died.
 
-Each rank shows a sign of life to the launcher's store, from a thread, and watches the rank after it. torchrun ends all
-others once one has ended.
+The others would wait for it in a collective without limit. Each rank shows a sign of life to the launcher's store, from
+a thread, and watches the rank after it; torchrun ends all others once one has ended. A rank that still runs and waits
+for something that never comes is not seen by this.
 """
 
 import atexit
@@ -10,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -29,6 +31,7 @@ def watch(limit_s: float) -> None:
         return
     # a connection of its own: a call that waits holds up all others on the same one
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=limit_s / 4))
     over, other = threading.Event(), (rank + 1) % world
 
     def live() -> None:
@@ -38,12 +41,12 @@ def watch(limit_s: float) -> None:
                 beats += 1
                 store.set(f"watchdog/{rank}", f"{beats} {_last_words}")
                 sign = store.get(f"watchdog/{other}").decode()
+            except dist.DistStoreError:  # no answer: its host may be frozen
+                sign = seen
             except dist.DistError:  # the store's host is gone, and the launcher knows
                 return
             now = time.monotonic()
-            if sign == "over":
-                return
-            if sign != seen:
+            if sign != seen or sign == "over":
                 seen, since = sign, now
             elif now - since > limit_s:
                 words = seen.partition(" ")[2]

@@ -25,7 +25,7 @@ from utils.data import step_uids
 from utils.replay import COLUMNS
 
 LR, T = 2e-3, 0.7
-OPTIMIZER = {"lr": LR, "lr_schedule": "cosine", "warmup_steps": 2, "weight_decay": 1.0, "max_grad_norm": 1.0}
+OPTIMIZER = {"lr": LR, "lr_schedule": "cosine", "warmup_steps": 1, "weight_decay": 1.0, "max_grad_norm": 1.0}
 OPTIMIZER |= {"num_steps": 2, "seed": 1}
 POLICY = OPTIMIZER | {
     "prompts_per_step": 8, "group_size": 4, "minibatch_size": 16, "update_epochs": 2, "temperature": T,
@@ -70,7 +70,7 @@ LOSSES = {
         "critic first": PPO | {"critic_warmup_steps": 1},
         "token-tis": PPO | {"rollout_correction": "token-tis", "correction_cap": 1.2},
         "seq-mask": PPO | {"rollout_correction": "seq-mask", "correction_cap": 1.2},
-        "few": PPO | {"prompts_per_step": 4, "group_size": 1, "minibatch_size": 1},
+        "few": PPO | {"prompts_per_step": 4, "group_size": 1, "minibatch_size": 1, "update_epochs": 1},
     },
     "reward_model_bt": {
         "base": REWARD_MODEL,
@@ -272,7 +272,10 @@ def agree(out, plain, updates):
     tensors = load_file(out)
     rows = [json.loads(line) for line in (out.with_suffix("") / "metrics.jsonl").read_text().splitlines()]
     for row, expected in zip(rows, figures, strict=True):
-        assert {k: row[k] for k in expected} == {k: pytest.approx(v, rel=5e-4, abs=2e-5) for k, v in expected.items()}
+        assert {k: row[k] for k in expected} == {
+            k: pytest.approx(v, rel=1e-9 if k.endswith("lr") else 5e-4, abs=0 if k.endswith("lr") else 2e-5)
+            for k, v in expected.items()
+        }
     for part in gradients:
         for kind, theirs in (("gradient", gradients[part]), ("weight", weights[part])):
             mine = {
@@ -287,6 +290,8 @@ def agree(out, plain, updates):
                 assert most < 1e-5 * largest and mean < 1e-5 * usual, (part, most / largest, mean / usual)
             else:
                 assert most < 0.1 * LR * updates and mean < 2e-5 * LR * updates, (part, most / LR, mean / LR)
+                for name, tensor in mine.items():  # a small tensor is lost in the mean over all
+                    assert residual([tensor], [theirs[name]])[1] < 1e-3 * LR * updates, (part, name)
 
 
 def check(ran, plain, ranks, script, loss, layout="uneven"):
@@ -372,7 +377,7 @@ def dense_by_row(text, row):
     return (sum(ord(c) % 7 for c in text) / 10 + len(text) / 20) * (1 + int(row["reward_model"]["ground_truth"]) % 10)
 
 
-@pytest.mark.parametrize("script, ranks, tp", [("grpo_fsdp", 2, 2), ("ppo_fsdp", 1, 1)])
+@pytest.mark.parametrize("script, ranks, tp", [("grpo_fsdp", 1, 1), ("ppo_fsdp", 2, 2)])
 def test_with_the_engine(folder, script, ranks, tp):
     """Two steps whose responses vLLM samples from the weights so far, paid by a rule and (PPO) a reward model too."""
     tiny.make_data(folder / "sums")
