@@ -247,7 +247,7 @@ def tmp(tmp_path_factory):
     for name, data in (("used", "0"), ("same", fingerprint)):
         (tmp / name / "checkpoints/step_1").mkdir(parents=True)
         (tmp / name / "metrics.jsonl").write_text('{"step": 1}\n')
-        state = {"step": 1, "args": {"lr": 1e-6, "seed": 1}, "data": {"train-files": data}}
+        state = {"step": 1, "args": {"lr": 1e-6, "seed": 1}, "data": {"train-files": data}, "files": {}}
         (tmp / name / "checkpoints/step_1/state.json").write_text(json.dumps(state))
     return tmp
 

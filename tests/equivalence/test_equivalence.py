@@ -262,7 +262,7 @@ def residual(mine, other):
     return far.max().item(), far.mean().item()
 
 
-def agree(out, plain, updates):
+def agree(out, plain, updates, mean_bound=2e-5):
     """Figures, the gradient of the first optimizer step, the weights after the last: the largest and mean difference.
 
     Figures of step 2 come after `updates` / 2 optimizer steps, each of which magnifies rounding where gradients are
@@ -289,7 +289,7 @@ def agree(out, plain, updates):
                 largest, usual = residual(theirs.values(), [torch.zeros(()) for _ in theirs])
                 assert most < 1e-5 * largest and mean < 1e-5 * usual, (part, most / largest, mean / usual)
             else:
-                assert most < 0.1 * LR * updates and mean < 2e-5 * LR * updates, (part, most / LR, mean / LR)
+                assert most < 0.1 * LR * updates and mean < mean_bound * LR * updates, (part, most / LR, mean / LR)
                 for name, tensor in mine.items():  # a small tensor is lost in the mean over all
                     assert residual([tensor], [theirs[name]])[1] < 1e-3 * LR * updates, (part, name)
 
@@ -298,7 +298,8 @@ def check(ran, plain, ranks, script, loss, layout="uneven"):
     s = LOSSES[script][loss]
     per_step = s.get("prompts_per_step", 0) * s.get("group_size", 0)
     updates = s.get("update_epochs", 1) * (per_step // s["minibatch_size"] if s.get("minibatch_size") else 1)
-    agree(ran(ranks, script, loss, layout), plain(script, loss), 2 * updates)
+    # single responses have the smallest gradients, of which Adam makes the most
+    agree(ran(ranks, script, loss, layout), plain(script, loss), 2 * updates, 2e-4 if loss == "few" else 2e-5)
 
 
 EVERY = [(script, loss) for script in LOSSES for loss in LOSSES[script] if loss not in ("base", "few")]
@@ -377,7 +378,7 @@ def dense_by_row(text, row):
     return (sum(ord(c) % 7 for c in text) / 10 + len(text) / 20) * (1 + int(row["reward_model"]["ground_truth"]) % 10)
 
 
-@pytest.mark.parametrize("script, ranks, tp", [("grpo_fsdp", 1, 1), ("ppo_fsdp", 2, 2)])
+@pytest.mark.parametrize("script, ranks, tp", [("grpo_fsdp", 2, 2), ("ppo_fsdp", 1, 1)])
 def test_with_the_engine(folder, script, ranks, tp):
     """Two steps whose responses vLLM samples from the weights so far, paid by a rule and (PPO) a reward model too."""
     tiny.make_data(folder / "sums")
