@@ -1,6 +1,7 @@
 """Shared by the benchmarks: random models in the shapes of Qwen2.5, the card's own rates, and the table of results."""
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from utils import tiny
@@ -21,9 +23,9 @@ PEAK_FLOPS = 989e12  # dense bfloat16 of an H100 or H200 (SXM)
 
 
 def make_model(size: str) -> Path:
-    """A folder with random bfloat16 weights in that shape, and the embedded tokenizer; made once."""
+    """A folder with random bfloat16 weights in that shape, and the embedded tokenizer; made once, by rank 0."""
     folder = Path(f"runs/.bench/{size}")
-    if not (folder / "tokenizer.json").exists():
+    if not (folder / "tokenizer.json").exists() and int(os.environ.get("RANK", 0)) == 0:
         hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[size]
         tokenizer = tiny.make_tokenizer()
         config = Qwen2Config(
@@ -41,6 +43,8 @@ def make_model(size: str) -> Path:
         tokenizer.save_pretrained(folder)
         del model
         torch.cuda.empty_cache()
+    if dist.is_initialized():
+        dist.barrier()
     return folder
 
 
@@ -69,10 +73,23 @@ def matmul_rate() -> float:
     return 2 * 8192**3 / timed(lambda: a @ a)
 
 
+def gather_bandwidth() -> float:
+    """Bytes that each rank receives per second of an all-gather of 512 MiB a rank; 0 on one rank."""
+    world = dist.get_world_size()
+    mine = torch.empty(2**29, dtype=torch.uint8, device="cuda")
+    whole = torch.empty(world * 2**29, dtype=torch.uint8, device="cuda")
+    return (world - 1) * mine.nbytes / timed(lambda: dist.all_gather_into_tensor(whole, mine))
+
+
 def report(name: str, rows: list[dict], out: str) -> None:
-    """Print the rows as a Markdown table, and write them with date, commit, card and versions to `out`/name.json."""
+    """Print the rows as a Markdown table, and write them with date, commit, card and versions to `out`/name.json.
+
+    On rank 0 alone, where there are several.
+    """
     import vllm
 
+    if dist.is_initialized() and dist.get_rank():
+        return
     columns = list(dict.fromkeys(key for row in rows for key in row))
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for row in rows:

@@ -1,6 +1,7 @@
 """Forward and backward of the GRPO loss over packed micro-batches, and the optimizer step; share of the card's FLOP/s.
 
-python -m benchmarks.update --size 0.5b --sequences 512
+python -m benchmarks.update --size 0.5b --sequences 512                                      # or on several GPUs:
+torchrun --nproc-per-node 2 -m benchmarks.update --size 0.5b --sequences 512
 FLOPs are counted as 6 per parameter and token plus causal attention (recomputed ones do not count). The floor is the
 same count at the rate of one large matrix product.
 """
@@ -24,7 +25,7 @@ class Args:
     size: str = "0.5b"
     """0.5b, 1.5b or 7b."""
     sequences: int = 256
-    """Responses of an optimizer step."""
+    """Responses of an optimizer step on each GPU."""
     prompt_len: int = 128
     """Tokens of each prompt."""
     response_len: int = 512
@@ -49,6 +50,7 @@ class Args:
 
 def main(args: Args) -> None:
     device = init_distributed()
+    world = torch.distributed.get_world_size()
     master = getattr(torch, args.master_dtype)
     policy = load_policy(
         str(make_model(args.size)), world_mesh(device), master_dtype=master, compute_dtype=torch.bfloat16,
@@ -73,7 +75,7 @@ def main(args: Args) -> None:
             logprobs_bR = packed.to_padded(logprobs_N, len(part), args.response_len)
             advantages = torch.ones(len(part), 1, device=device)
             loss_bR, _, _ = policy_loss(logprobs_bR, logprobs_bR.detach(), advantages, 0.2, 0.2)
-            (loss_bR.sum() / tokens).backward()
+            (loss_bR.sum() / tokens * world).backward()
         optimizer_step(parts, {"policy": 1e-6}, 1.0, 1)
 
     start = time.perf_counter()
@@ -87,8 +89,8 @@ def main(args: Args) -> None:
     flops = 6 * params * sum(whole) + sum(6 * layers * hidden * n * n for n in whole)
     settings = "compiled" * args.compile + " checkpointed" * args.activation_checkpointing + " ragged" * args.ragged
     row = {
-        "size": args.size, "sequences": f"{args.sequences} x {args.prompt_len}+{args.response_len}",
-        "settings": settings.strip() or "eager", "tokens/s": round(sum(whole) / seconds), "s/step": seconds,
+        "size": args.size, "GPUs": world, "sequences": f"{args.sequences} x {args.prompt_len}+{args.response_len}",
+        "settings": settings.strip() or "eager", "tokens/s a GPU": round(sum(whole) / seconds), "s/step": seconds,
         "TFLOP/s": flops / seconds / 1e12, "share of 989": flops / seconds / PEAK_FLOPS,
         "share of matmul": flops / seconds / matmul_rate(), "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
         "first step s": first, "graphs": torch._dynamo.utils.counters["stats"].get("unique_graphs", 0),
@@ -97,7 +99,7 @@ def main(args: Args) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step()
         print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70))
-    report(f"update_{args.size}_{settings.strip().replace(' ', '_') or 'eager'}", [row], args.out)
+    report(f"update_{args.size}_{world}_{settings.strip().replace(' ', '_') or 'eager'}", [row], args.out)
     torch.distributed.destroy_process_group()
 
 
