@@ -8,10 +8,8 @@
 Every call is collective: all ranks make the same calls in the same order. Ranks of one tensor-parallel group are
 consecutive; the groups are independent replicas. Each rank hands in its own prompts and gets its own responses back.
 
-How weights travel: the first sync replays vLLM's own `load_weights` under a dispatch mode that records every copy it
-makes (which slice of which checkpoint tensor goes where). Fusion of q/k/v and gate/up, tensor-parallel slicing and
-vocabulary padding are thereby captured for any dense architecture, with no code per model. Later syncs are one
-all-gather and one foreach copy per FSDP block.
+How weights travel: utils/reshard.py. The first sync finds out which part of which rank's shard each engine tensor
+needs; later ones copy a rank's own parts straight from its shards and exchange the rest.
 """
 
 import logging
@@ -24,11 +22,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.dist import all_gather, seed_for, stop
-from utils.models import hf_name
+from utils.reshard import Bucket, Unit, plan_exchange, record_plan, transfer
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,7 @@ class SyncReport:
     seconds: float
     reset_seconds: float  # of which: resetting the prefix cache
     num_bytes: int
+    received_bytes: int  # of which: from other ranks' shards
 
 
 def check_engine(config, tensor_parallel_size: int, world_size: int, sleep_mode: bool) -> None:
@@ -68,7 +65,9 @@ def check_engine(config, tensor_parallel_size: int, world_size: int, sleep_mode:
     """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if sleep_mode else ():
         if "expandable_segments:True" in os.environ.get(name, ""):
-            raise ValueError(f"--sleep: {name}={os.environ[name]} breaks vLLM's memory pool; expandable_segments:False")
+            raise ValueError(
+                f"--sleep: {name}={os.environ[name]} breaks vLLM's memory pool; leave it out, or --sleep none"
+            )
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
 
@@ -116,62 +115,12 @@ def _import_vllm():
     return vllm
 
 
-class _RecordCopies(TorchDispatchMode):
-    """Runs everything as usual and notes the tensors that are copied into or filled."""
-
-    def __init__(self):
-        super().__init__()
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.fills: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.copies.append((args[0], args[1]))
-        elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-            self.fills.append(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-@dataclass
-class _Unit:
-    """One FSDP module's share of the copy plan: source slices by parameter, and the engine tensors they go to."""
-
-    module: FSDPModule
-    names: dict[str, str]  # parameter name inside the module -> in the checkpoint
-    sources: list[tuple[str, torch.Size, tuple[int, ...], int]]  # parameter name, size, stride, offset
-    destinations: list[torch.Tensor]
-
-    def sliced(self, params: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The source slices, as views of whole parameters by their name inside the module."""
-        return [
-            params[name].as_strided(size, stride, params[name].storage_offset() + offset)
-            for name, size, stride, offset in self.sources
-        ]
-
-    def fed(self) -> dict[str, torch.Tensor]:
-        """The unsharded tensors as `load_weights` takes them, by their name in the checkpoint."""
-        params = dict(self.module.named_parameters())
-        return {name: params[inner].detach() for inner, name in self.names.items()}
-
-
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Sum, absolute sum and 16 sampled elements: [18] float32."""
     flat = tensor.flatten()
     places = torch.arange(16, device=flat.device) * (len(flat) - 1) // 15  # in integers: floats cannot count that far
     sums = flat.sum(dtype=torch.float32), torch.linalg.vector_norm(flat, 1, dtype=torch.float32)
     return torch.cat([torch.stack(sums), flat[places].float()])
-
-
-def fsdp_units(policy: nn.Module) -> list[tuple[FSDPModule, dict[str, str]]]:
-    """Each FSDP module with its own parameters, {name in the policy: name inside the module}; the root comes last."""
-    modules = dict(policy.named_modules())
-    owned: dict[str, dict[str, str]] = {}
-    for name, _ in policy.named_parameters():
-        parts = name.split(".")
-        prefixes = (".".join(parts[:k]) for k in range(len(parts) - 1, -1, -1))
-        owner = next(p for p in prefixes if isinstance(modules[p], FSDPModule))
-        owned.setdefault(owner, {})[name] = name.removeprefix(f"{owner}.") if owner else name
-    return [(modules[owner], owned[owner]) for owner in sorted(owned, key=lambda o: (o == "", list(owned).index(o)))]
 
 
 class HybridEngine:
@@ -196,13 +145,15 @@ class HybridEngine:
             eos_token_ids: all ids that end a response. vllm_args: handed to `vllm.LLM`, over what is set here.
         """
         assert dist.is_initialized(), "HybridEngine needs the process group: call init_distributed() first"
-        self.seed, self.eos_token_ids = seed, list(eos_token_ids)
+        self.seed, self.eos_token_ids, self.dtype = seed, list(eos_token_ids), dtype
         self.on_cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda" if self.on_cuda else "cpu")
         self.sleep_mode = sleep_mode and self.on_cuda
         self.synced = False  # weights written since the last wake
-        self._plan: list[_Unit] = []
+        self._plan: list[Unit] = []
         self._planned_for: nn.Module | None = None  # the policy whose FSDP modules the plan names
-        self._shards: list[torch.Tensor] = []
+        self._buckets: list[Bucket] = []
+        self.kv_cache_gib = kv_cache_gib
         self._asleep: str | None = None
         self._kv_asleep = False
         rank, size = dist.get_rank(), tensor_parallel_size
@@ -231,6 +182,7 @@ class HybridEngine:
         }
         if self.on_cuda:
             settings["max_cudagraph_capture_size"] = max_num_seqs
+            settings["gpu_memory_utilization"] = 0.05  # of what must be free at the start: the cache is sized above
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about vLLM's own use of torch
             self.vllm = _import_vllm()
@@ -253,28 +205,15 @@ class HybridEngine:
 
     @torch.no_grad()
     def sync_weights(self, policy: nn.Module) -> SyncReport:
-        """Write the policy's current weights into the engine, in place, and reset its prefix cache.
-
-        One foreach copy per FSDP block, all-gathered ahead of it; on one rank one copy straight from the shards.
-        """
+        """Write the policy's current weights into the engine, in place, and reset its prefix cache."""
         assert self._asleep is None, f"sync_weights while asleep ({self._asleep}): call wake() first"
         start = time.perf_counter()
         if self._planned_for is not policy:
-            self._plan, self._planned_for = self._record_plan(policy), policy
-            self._num_bytes = sum(t.nbytes for unit in self._plan for t in unit.destinations)
-            # one rank's shards are the parameters themselves, and stay where they are: nothing to gather
-            self._shards = [
-                source
-                for unit in self._plan
-                if dist.get_world_size() == 1
-                for source in unit.sliced({n: p.to_local() for n, p in unit.module.named_parameters()})
-            ]
+            self._plan, self._planned_for = record_plan(self.model(), policy), policy
+            self._buckets = plan_exchange(self._plan, self.dtype)
         for unit in self._plan:
-            unit.module.reshard()  # one left unsharded by a forward would be copied as it was before the last step
-        if self._shards:
-            torch._foreach_copy_([t for unit in self._plan for t in unit.destinations], self._shards)
-        else:
-            self._copy_gathered(self._plan)
+            unit.module.reshard()  # what a forward left gathered is old by now, and only takes memory
+        transfer(self._buckets, self.dtype, self.device)
         self._finish_wake()
         if self.on_cuda:
             torch.cuda.synchronize()
@@ -283,49 +222,9 @@ class HybridEngine:
         assert self.llm.reset_prefix_cache(), "vLLM refused to reset its prefix cache: requests are still running"
         self.synced = True
         end = time.perf_counter()
-        return SyncReport(end - start, end - copied, self._num_bytes)
-
-    def _copy_gathered(self, units: list[_Unit]) -> None:
-        """All-gather each FSDP block in the policy's compute dtype, the next one started ahead, and copy its slices."""
-        units[0].module.unshard(async_op=True)
-        for unit, following in zip(units, [*units[1:], None], strict=True):
-            unit.module.unshard()
-            if following is not None:
-                following.module.unshard(async_op=True)
-            torch._foreach_copy_(unit.destinations, unit.sliced(dict(unit.module.named_parameters())))
-            unit.module.reshard()
-
-    def _record_plan(self, policy: nn.Module) -> list[_Unit]:
-        """Feed each FSDP module's tensors to vLLM's `load_weights` once and note the copies.
-
-        Raises: RuntimeError when a loader copies from a tensor it made itself, or leaves an engine parameter unwritten.
-        """
-        engine_model, plan, written = self.model(), [], {}
-        for module, names in fsdp_units(policy):
-            module.reshard()
-            module.unshard()
-            params = dict(module.named_parameters())
-            unit = _Unit(module, {inner: hf_name(name) for name, inner in names.items()}, [], [])
-            by_storage = {params[i].untyped_storage().data_ptr(): i for i in names.values()}
-            with _RecordCopies() as record:
-                engine_model.load_weights(iter(unit.fed().items()))
-            for destination, source in record.copies:
-                inner = by_storage.get(source.untyped_storage().data_ptr())
-                if inner is None:
-                    names = list(unit.names.values())[:3]
-                    raise RuntimeError(f"vLLM's loader reworks a tensor of {names}...: no in-place plan for it")
-                offset = source.storage_offset() - params[inner].storage_offset()
-                unit.sources.append((inner, source.size(), source.stride(), offset))
-                unit.destinations.append(destination)
-            for tensor in [*unit.destinations, *record.fills]:  # fills: the padding rows of a split vocabulary
-                key = tensor.untyped_storage().data_ptr()
-                written[key] = written.get(key, 0) + tensor.numel()
-            plan.append(unit)
-            module.reshard()
-        for name, param in engine_model.named_parameters():
-            if written.get(param.untyped_storage().data_ptr(), 0) < param.numel():
-                raise RuntimeError(f"engine parameter {name} is not (fully) written by the trainer's weights")
-        return plan
+        own = sum(to.nbytes for bucket in self._buckets for to, _ in bucket.own)
+        received = sum(to.nbytes for bucket in self._buckets for each in bucket.received for to in each)
+        return SyncReport(end - start, end - copied, own + received, received)
 
     @torch.no_grad()
     def verify_sync(self, policy: nn.Module) -> float:
@@ -345,10 +244,10 @@ class HybridEngine:
         for unit in self._plan:
             unit.module.reshard()
             unit.module.unshard()
-            slices = torch.stack([_fingerprint(t) for t in unit.destinations])
+            slices = torch.stack([_fingerprint(s.destination) for s in unit.slices])
             engine_model.load_weights(iter(unit.fed().items()))
-            same = (torch.stack([_fingerprint(t) for t in unit.destinations]) == slices).all(-1).tolist()
-            stale += [unit.names[s[0]] for s, ok in zip(unit.sources, same, strict=True) if not ok]
+            same = (torch.stack([_fingerprint(s.destination) for s in unit.slices]) == slices).all(-1).tolist()
+            stale += [unit.names[s.name] for s, ok in zip(unit.slices, same, strict=True) if not ok]
             unit.module.reshard()
         same = (whole() == before).all(-1).tolist()
         engine_names = [name for name, _ in engine_model.named_parameters()]
@@ -480,10 +379,15 @@ class HybridEngine:
             self.llm.wake_up(["kv_cache"])
         self._kv_asleep = False
 
+    def memory(self) -> dict[str, float]:
+        """GiB on this rank of the engine's weights and of its KV cache, while it is awake."""
+        weights = sum(p.nbytes for p in self.model().parameters())
+        return {"mem/engine_weights_gib": weights / 2**30, "mem/kv_cache_gib": self.kv_cache_gib}
+
     def close(self) -> None:
         """End vLLM and the process group it shares with the trainer: the last collective call of a run."""
         dist.barrier()
         self.llm.llm_engine.engine_core.shutdown()
-        self._plan, self._shards, self._planned_for, self.llm, self.synced = [], [], None, None, False
+        self._plan, self._buckets, self._planned_for, self.llm, self.synced = [], [], None, None, False
         if dist.is_initialized():  # vLLM's CPU worker ends it itself
             dist.destroy_process_group()

@@ -62,6 +62,7 @@ from utils.dist import (
     world_mesh,
 )
 from utils.forward import logprobs_of, values_of
+from utils.memory import ledger, plan_memory
 from utils.metrics import Metrics, Progress, append_jsonl, explained_variance, mismatch, read_jsonl, speed
 from utils.models import (
     check_sibling,
@@ -72,6 +73,7 @@ from utils.models import (
     load_tokenizer,
     optimizer_step,
 )
+from utils.optim import make_adamw
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
@@ -141,8 +143,8 @@ class Args:
     There is no top_p, top_k or min_p: they would make the ratio wrong by the mass that they cut off."""
     tensor_parallel_size: int = 1
     """Ranks that hold one vLLM replica together."""
-    kv_cache_gib: float = 8.0
-    """vLLM's KV cache per rank, in GiB."""
+    kv_cache_gib: float = 0.0
+    """vLLM's KV cache per rank, in GiB; 0: room for all responses that are generated at the same time."""
     max_num_seqs: int = 512
     """Responses that one vLLM replica generates at the same time."""
     reward: str = ""
@@ -231,13 +233,17 @@ class Args:
     """Recompute each block's activations in the backward pass."""
     compile: bool = False
     """torch.compile each block."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lives on the host: nothing; AdamW's moments; or master weights and gradients too, stepped there."""
+    dry_run: bool = False
+    """Print what the run comes to, its sizes and memory, and stop before anything loads."""
     hang_timeout_s: float = 60.0
     """End the run when a rank shows no sign of life for so many seconds; 0: wait."""
     # [/shared]
     verify_sync: int = 0
     """Prove every so many weight syncs that vLLM holds the trainer's weights, and stop where it does not; 0: never."""
-    sleep: Literal["none", "kv", "all"] = "none"
-    """What vLLM gives back during the update (CUDA): nothing, its KV cache, or its weights too."""
+    sleep: Literal["auto", "none", "kv", "all"] = "auto"
+    """What vLLM gives back during the update (CUDA): nothing, its KV cache, its weights too; auto: what is needed."""
 
 
 DEFAULTS = {field.name: field.default for field in fields(Args)}
@@ -412,9 +418,10 @@ def learning_rate(step: int, num_steps: int, peak: float, schedule: str, warmup_
 # ---- preflight ------------------------------------------------------------------------------------------------------
 
 
-def check_args(args: Args, world_size: int, config, tokenizer) -> None:
+def check_args(args: Args, world_size: int, config, tokenizer) -> tuple[list, list]:
     """Refuse flags that cannot work, and flags that would have no effect.
 
+    Returns: the configs of the models that are trained, the policy first, and of those that are not.
     Raises: ValueError with flag, value, rule and a value that works.
     """
     flags = asdict(args)
@@ -447,13 +454,16 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> None:
     check_minibatch(flags)
     check_lengths(flags, config.max_position_embeddings)
     check_engine(config, args.tensor_parallel_size, world_size, args.sleep != "none")
+    frozen = [config] if args.kl_coef else []
     if args.ref_model:
-        check_sibling(args.ref_model, "--ref-model", tokenizer, longest)
+        frozen = [check_sibling(args.ref_model, "--ref-model", tokenizer, longest)]
     # [/shared]
-    check_reward_models(args.reward, tokenizer, longest, args.normalize_scores)
-    check_reward_models(args.eval_reward, tokenizer, longest, args.normalize_scores, flag="--eval-reward")
+    frozen += check_reward_models(args.reward, tokenizer, longest, args.normalize_scores)
+    frozen += check_reward_models(args.eval_reward, tokenizer, longest, args.normalize_scores, flag="--eval-reward")
+    critic = config
     if args.critic_model:
-        check_sibling(args.critic_model, "--critic-model", tokenizer, longest, head="any")
+        critic = check_sibling(args.critic_model, "--critic-model", tokenizer, longest, head="any")
+    return [config, critic], frozen
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -472,7 +482,7 @@ def main(args: Args) -> None:
             args = replace(args, **tiny.flags(asdict(args), DEFAULTS, made, TINY, show=rank == 0))
         with fail_together():
             config, tokenizer = load_config(args.model), load_tokenizer(args.model)
-            check_args(args, world, config, tokenizer)
+            trained, frozen = check_args(args, world, config, tokenizer)
             eos_token_ids = end_of_sequence_ids(args.model, config, tokenizer)
         data = load_prompts(args.train_files, "--train-files", tokenizer, args.max_prompt_len)
         val = []
@@ -488,12 +498,8 @@ def main(args: Args) -> None:
         auto = "bfloat16" if device.type == "cuda" else "float32"
         args = replace(args, dtype=auto if args.dtype == "auto" else args.dtype)
         run_dir = Path(args.run_dir or broadcast(f"runs/{Path(__file__).stem}_{time.strftime('%Y%m%d_%H%M%S')}"))
-        record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
-        checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
-        if done >= num_steps:
-            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done + 1} or more")
-        with fail_together():
-            open_record(args.record, done)
+        settled, memory = plan_memory(asdict(args), trained, frozen, world, len(val))
+        args = replace(args, **settled)
 
     P, G = args.prompts_per_step // world, args.group_size
     B, num_responses = P * G, args.prompts_per_step * G
@@ -506,6 +512,18 @@ def main(args: Args) -> None:
             f"{B} responses a rank, {args.update_epochs * num_responses // minibatch_size} optimizer step(s) of "
             f"{minibatch_size} responses, {len(data)} training and {len(val)} held-out prompts, {dtype}"
         )
+        if args.dry_run or device.type == "cuda":
+            print(memory)
+    if args.dry_run:
+        torch.distributed.destroy_process_group()
+        return
+    with one_line_errors():
+        record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
+        checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
+        if done >= num_steps:
+            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done + 1} or more")
+        with fail_together():
+            open_record(args.record, done)
 
     # vLLM first: it measures free memory, and reseeds the global generators. Its weights are dummies until the sync.
     engine = (
@@ -526,13 +544,14 @@ def main(args: Args) -> None:
     reference = None
     training = {"master_dtype": torch.float32, "compute_dtype": dtype}
     training |= {"activation_checkpointing": args.activation_checkpointing, "compile_blocks": args.compile}
+    training |= {"offload": args.offload == "all"}
     with one_line_errors():
         policy = load_policy(args.model, mesh, **training)
         if args.kl_coef:
             ref_model, flag = (args.ref_model, "--ref-model") if args.ref_model else (args.model, "--model")
             frozen = {"master_dtype": dtype, "compute_dtype": dtype, "trainable": False}
             reference = load_policy(ref_model, mesh, flag=flag, **frozen)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    optimizer = make_adamw(policy, args.lr, args.weight_decay, args.offload)
     parts = {"policy": (policy, optimizer)}
     # [/shared]
     kl_coef = args.kl_coef
@@ -540,9 +559,7 @@ def main(args: Args) -> None:
         # DETAIL: a new value head is all zeros, because then the first values are no noise.
         critic_model, flag = (args.critic_model, "--critic-model") if args.critic_model else (args.model, "--model")
         critic = load_scalar(critic_model, mesh, flag=flag, head_std=0.0, **training)
-    critic_optimizer = torch.optim.AdamW(
-        critic.parameters(), lr=args.critic_lr, weight_decay=args.weight_decay, fused=True
-    )
+    critic_optimizer = make_adamw(critic, args.critic_lr, args.weight_decay, args.offload)
     parts["critic"] = critic, critic_optimizer
     if checkpoint:
         with one_line_errors():
@@ -757,7 +774,7 @@ def main(args: Args) -> None:
         metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
         metrics.lap("log", device)
         pace = speed(learners, policy, rollouts, args.update_epochs, metrics.seconds)
-        for key, value in pace.items():
+        for key, value in (pace | ledger(learners, engine, metrics.grown)).items():
             metrics.add(key, value)
         last = step == num_steps
         if val and args.eval_every and (step % args.eval_every == 0 or last):

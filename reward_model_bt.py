@@ -50,8 +50,10 @@ from utils.dist import (
     stop,
     world_mesh,
 )
+from utils.memory import plan_memory
 from utils.metrics import Metrics, Progress, append_jsonl, read_jsonl
 from utils.models import end_of_sequence_ids, load_config, load_scalar, load_tokenizer, optimizer_step
+from utils.optim import make_adamw
 from utils.packing import pack, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preferences import load_pairs
@@ -134,6 +136,10 @@ class Args:
     """Recompute each block's activations in the backward pass."""
     compile: bool = False
     """torch.compile each block."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lives on the host: nothing; AdamW's moments; or master weights and gradients too, stepped there."""
+    dry_run: bool = False
+    """Print what the run comes to, its sizes and memory, and stop before anything loads."""
     hang_timeout_s: float = 60.0
     """End the run when a rank shows no sign of life for so many seconds; 0: wait."""
     # [/shared]
@@ -253,10 +259,7 @@ def main(args: Args) -> None:
         auto = "bfloat16" if device.type == "cuda" else "float32"
         args = replace(args, dtype=auto if args.dtype == "auto" else args.dtype)
         run_dir = Path(args.run_dir or broadcast(f"runs/{Path(__file__).stem}_{time.strftime('%Y%m%d_%H%M%S')}"))
-        record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
-        checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
-        if done >= num_steps:
-            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done + 1} or more")
+        _, memory = plan_memory(asdict(args), [config], [], world)
 
     B = args.pairs_per_step // world
     dtype = getattr(torch, args.dtype)
@@ -266,6 +269,16 @@ def main(args: Args) -> None:
             f"{run_dir}: {num_steps} steps of {args.pairs_per_step} pairs on {world} {device.type} rank(s), {B} each, "
             f"{len(data)} training and {len(val)} held-out pairs ({dropped} more dropped as too long), {dtype}"
         )
+        if args.dry_run or device.type == "cuda":
+            print(memory)
+    if args.dry_run:
+        torch.distributed.destroy_process_group()
+        return
+    with one_line_errors():
+        record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
+        checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
+        if done >= num_steps:
+            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done + 1} or more")
 
     with one_line_errors():
         model = load_scalar(
@@ -280,10 +293,11 @@ def main(args: Args) -> None:
             compute_dtype=dtype,
             activation_checkpointing=args.activation_checkpointing,
             compile_blocks=args.compile,
+            offload=args.offload == "all",
         )
     model.lm.config.pad_token_id = pad_id
     model.lm.config.score_mean = model.lm.config.score_std = None  # of the scores it gives now, or none: see evaluate
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    optimizer = make_adamw(model, args.lr, args.weight_decay, args.offload)
     parts = {"reward_model": (model, optimizer)}
     if checkpoint:
         with one_line_errors():

@@ -51,9 +51,9 @@ def main(args: Args) -> None:
     floor = (read + reports[0].num_bytes) / copy_bandwidth()
     row = {"size": args.size, "GPUs": world, "TP": args.tensor_parallel_size, "master": args.master_dtype}
     if world > 1:
-        gathered, rate = 2 * sum(p.numel() for p in policy.parameters()) * (world - 1) / world, gather_bandwidth()
-        floor += gathered / rate
-        row |= {"gathered GB": gathered / 1e9, "all-gather GB/s": rate / 1e9, "GB/s": gathered / copied / 1e9}
+        received, rate = reports[0].received_bytes, gather_bandwidth()
+        floor += received / rate
+        row |= {"received GB": received / 1e9, "all-gather GB/s": rate / 1e9, "GB/s": received / copied / 1e9}
     row |= {
         "GB": reports[0].num_bytes / 1e9, "first sync s": first.seconds,
         "copy ms": copied * 1e3, "reset ms": statistics.median(r.reset_seconds for r in reports) * 1e3,

@@ -53,7 +53,8 @@ def sequences(prompts, responses) -> list[SimpleNamespace]:
 
 def user_env(**env) -> dict[str, str]:
     """The environment of a user's shell, in the repository root: without this process's place in a group."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **env}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **env}
     return {k: v for k, v in env.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
 
 

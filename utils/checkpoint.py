@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
-    set_state_dict,
 )
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -34,9 +33,9 @@ from utils.models import Parts, PolicyModel, ScalarModel, hf_name
 
 MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what was trained so far
     "run_dir", "resume", "num_steps", "num_epochs", "save_every", "keep_checkpoints", "checksums", "eval_every",
-    "export_hf", "max_tokens_per_gpu", "activation_checkpointing", "compile", "sleep", "kv_cache_gib", "max_num_seqs",
-    "tensor_parallel_size", "reward_timeout_s", "reward_workers", "record", "replay", "verify_sync",
-    "hang_timeout_s",
+    "export_hf", "max_tokens_per_gpu", "activation_checkpointing", "compile", "offload", "dry_run", "sleep",
+    "kv_cache_gib", "max_num_seqs", "tensor_parallel_size", "reward_timeout_s", "reward_workers", "record",
+    "replay", "verify_sync", "hang_timeout_s",
 }  # fmt: skip
 
 
@@ -226,10 +225,8 @@ def load_checkpoint(checkpoint: Path, parts: Parts) -> dict:
         raise ValueError(
             f"--resume {checkpoint}: holds {theirs}, and must hold {ours}; one of this script's runs works"
         )
-    full = _state_of(parts)
-    dcp.load(full, checkpoint_id=checkpoint)
-    for name, (model, optimizer) in parts.items():
-        set_state_dict(model, optimizer, model_state_dict=full[name]["model"], optim_state_dict=full[name]["optim"])
+    # in place: these are the models' and the optimizers' own tensors, wherever they live, and rates are set every step
+    dcp.load(_state_of(parts), checkpoint_id=checkpoint)
     return record["state"]
 
 

@@ -27,7 +27,8 @@ class Metrics:
         self._mean: dict[str, tuple] = {}
         self._max: dict[str, list] = {}
         self.seconds: dict[str, float] = {}  # of each phase so far, on this rank
-        self._step, self._last_lap = 0, 0.0
+        self.grown: dict[str, float] = {}  # GiB by which a phase's peak was above what was held when it began (CUDA)
+        self._step, self._last_lap, self._held = 0, 0.0, 0.0
 
     def add(self, key: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
         """Add `count` observations summing to `total`; the step's figure is their mean.
@@ -60,6 +61,7 @@ class Metrics:
         self._last_lap = time.perf_counter()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+            self._held = peak_memory_gib(device)
 
     def lap(self, phase: str, device: torch.device) -> None:
         """A phase ends: its seconds, with the device's queue drained, as time/<phase>_s, and its peak of memory.
@@ -76,7 +78,9 @@ class Metrics:
         self.add_max("perf/peak_mem_gib", peak)
         if device.type == "cuda":
             self.add_max(f"mem/{phase}_gib", peak)
+            self.grown[phase] = peak - self._held
             torch.cuda.reset_peak_memory_stats()
+            self._held = peak_memory_gib(device)
 
     def reduce(self) -> dict[str, float]:
         """The step's figures over all ranks, alike on every rank. Keys seen by some ranks only count those ranks."""

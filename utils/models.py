@@ -8,7 +8,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -102,16 +102,18 @@ def check_positions(path: str, flag: str, config: PreTrainedConfig, longest: int
 
 def check_sibling(
     path: str, flag: str, tokenizer: PreTrainedTokenizerBase, longest: int, head: Literal["lm", "any"] = "lm"
-) -> None:
+) -> PreTrainedConfig:
     """Refuse a model that cannot read the policy's token ids: another vocabulary, or fewer positions than `longest`.
 
     Args: head: see `load_config`.
+    Returns: its config.
     Raises: ValueError.
     """
     config = load_config(path, flag, head)
     if not same_vocabulary(load_tokenizer(path, flag), tokenizer):
         raise ValueError(f"{flag} {path}: has another vocabulary than --model; one of the same family works")
     check_positions(path, flag, config, longest)
+    return config
 
 
 def end_of_sequence_ids(path: str, config, tokenizer) -> list[int]:
@@ -171,13 +173,15 @@ def _load(
     trainable: bool = True,
     activation_checkpointing: bool = False,
     compile_blocks: bool = False,
+    offload: bool = False,
     fill=lambda source, missing: missing,
 ) -> nn.Module:
     """Build on meta, shard with `fully_shard` (each block, then the root), then fill the shards from rank 0.
 
     Args: master_dtype: of the sharded parameters (float32 to train); compute_dtype: of the unsharded ones in forward
-        and backward. Gradients are reduced in float32. trainable=False: frozen. fill: initialises what is missing from
-        the folder, returns what still is.
+        and backward. Gradients are reduced in float32. trainable=False: frozen. offload: shards and their gradients
+        live on the host, blocks visit the device. fill: initialises what is missing from the folder, returns what still
+        is.
     """
     saved_dtype = config.dtype or torch.float32
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
@@ -196,19 +200,21 @@ def _load(
     if compile_blocks and wrapper is PolicyModel:
         model.compile_head()
     precision = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
+    shards = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(device.type == "cuda") if offload else OffloadPolicy()}
     for block in blocks:
         if compile_blocks:
             block.compile()
         # one rank gains nothing by freeing a block that the backward pass casts again; a frozen one has no backward
-        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=mesh.size() > 1 or not trainable)
+        fully_shard(block, **shards, mp_policy=precision, reshard_after_forward=mesh.size() > 1 or not trainable)
     if wrapper is ScalarModel:
         float32 = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
-        fully_shard(lm.score, mesh=mesh, mp_policy=float32)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=not trainable)
+        fully_shard(lm.score, **shards, mp_policy=float32)
+    fully_shard(model, **shards, mp_policy=precision, reshard_after_forward=not trainable)
     model.generation_config_file = cached_file(
         path, "generation_config.json", _raise_exceptions_for_missing_entries=False
     )
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    home = torch.device("cpu") if offload else device
+    model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
 
     full = {}
     with fail_together():

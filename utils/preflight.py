@@ -13,13 +13,13 @@ def flag(name: str, flags: dict) -> str:
 
 
 POSITIVE = (  # names in any script
-    "num_epochs prompts_per_step pairs_per_step group_size max_prompt_len max_response_len kv_cache_gib max_num_seqs "
+    "num_epochs prompts_per_step pairs_per_step group_size max_prompt_len max_response_len max_num_seqs "
     "reward_workers reward_timeout_s update_epochs max_grad_norm max_tokens_per_gpu correction_cap kl_target kl_horizon"
 )
 NOT_NEGATIVE = (
     "num_steps save_every keep_checkpoints eval_every minibatch_size lr critic_lr warmup_steps critic_warmup_steps "
     "weight_decay clip_low clip_high dual_clip value_clip entropy_coef kl_coef centring_coef score_clip "
-    "missing_eos_penalty verify_sync hang_timeout_s"
+    "missing_eos_penalty verify_sync hang_timeout_s kv_cache_gib"
 )
 
 

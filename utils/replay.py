@@ -103,6 +103,10 @@ class Replay:
         """Zeros: what reward models said is in the recorded scores. Shapes: [B] float64."""
         return torch.zeros(len(rollouts), dtype=torch.float64, device=self.device)
 
+    def memory(self) -> dict[str, float]:
+        """Nothing: there is no engine."""
+        return {}
+
     def sync_weights(self, policy: torch.nn.Module) -> SyncReport:
         """Nothing: there is no engine to bring up to date."""
         return SyncReport(0.0, 0.0, 0)

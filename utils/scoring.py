@@ -45,11 +45,13 @@ def _models_of(spec: str, flag: str) -> list[tuple[str, float]]:
     return [(name.removeprefix("model:"), weight) for name, weight in parts if name.startswith("model:")]
 
 
-def check_reward_models(spec: str, tokenizer, longest: int, normalize: bool = False, flag: str = "--reward") -> None:
-    """Refuse reward models that could not score, before anything loads. Args: longest: prompt + response, in tokens.
+def check_reward_models(spec: str, tokenizer, longest: int, normalize: bool = False, flag: str = "--reward") -> list:
+    """Refuse reward models that could not score, before anything loads; returns their configs.
 
+    Args: longest: prompt + response, in tokens.
     Raises: ValueError.
     """
+    configs = []
     for path, _ in _models_of(spec, flag):
         prefix = f"{flag} model:"
         config, own = load_config(path, prefix, "scalar"), load_tokenizer(path, prefix)
@@ -64,6 +66,8 @@ def check_reward_models(spec: str, tokenizer, longest: int, normalize: bool = Fa
                 f"--normalize-scores: {path}/config.json has no score_std above 0 (nor a score_mean); train it with "
                 "--val-files, or leave this flag out"
             )
+        configs.append(config)
+    return configs
 
 
 def _reads_the_same(own, tokenizer) -> bool:

@@ -84,6 +84,7 @@ LOSSES = {
 LAYOUTS = {
     "whole": {}, "halves": {"max_tokens_per_gpu": 120}, "eighths": {"max_tokens_per_gpu": 26},
     "uneven": {"max_tokens_per_gpu": 60}, "checkpointed": {"activation_checkpointing": True},
+    "moments offloaded": {"offload": "optimizer"}, "offloaded": {"offload": "all", "max_tokens_per_gpu": 60},
 }  # fmt: skip
 COMPILED = {"compiled": {"compile": True, "max_tokens_per_gpu": 60}}
 SCRIPTS = {"grpo_fsdp": grpo_fsdp, "ppo_fsdp": ppo_fsdp, "reward_model_bt": reward_model_bt}

@@ -1,0 +1,203 @@
+"""GPU memory: what each phase of a run will hold, estimated before anything loads, and what a step did hold.
+
+The estimate adds up tensors: weights, optimizer states, gradients, activations, the engine's weights and KV cache. What
+the driver and the libraries take for themselves is OTHER. Activations are counted for a Llama-like block.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from accelerate import init_empty_weights
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from utils.dist import all_gather
+from utils.forward import HEAD_CHUNK, attention_shape
+from utils.preflight import flag
+
+GIB = 2**30
+OTHER = 1.5 * GIB  # CUDA context, cuBLAS and NCCL workspaces
+MARGIN = 0.15  # an estimate this far above what is free may still be wrong
+
+
+@dataclass
+class Size:
+    """Of a model, in parameters and bytes per token."""
+
+    params: int
+    block: int  # parameters of one block
+    root: int  # of all that is in no block: embedding, head, last norm
+    layers: int
+    saved: int  # bytes that one block keeps for the backward pass, per token
+    recomputed: int  # bytes per token that a block keeps when it is recomputed: its input
+    vocabulary: int
+
+
+def size_of(config: PreTrainedConfig, element: int, compiled: bool) -> Size:
+    """Args: element: bytes of one activation; compiled: blocks fused, which keeps less of the norms and the MLP."""
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    params = sum(p.numel() for p in model.parameters())
+    layers, heads, kv_heads, head_size = attention_shape(config)
+    blocks = sum(p.numel() for n, p in model.named_parameters() if ".layers." in n or ".h." in n)
+    hidden, width = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    attention = 2 * heads * head_size + 2 * kv_heads * head_size  # q, k, v and the output
+    # float32 copies in the norms (4 elements' worth at two bytes); silu's input and output, and the product
+    saved = attention + (4 * hidden + 2 * width if compiled else 8 * hidden + 4 * width)
+    return Size(params, blocks // layers, params - blocks, layers, saved * element, hidden * element, config.vocab_size)
+
+
+def kv_bytes_per_token(config: PreTrainedConfig, tensor_parallel_size: int, element: int) -> int:
+    """Of keys and values on one rank of a tensor-parallel group."""
+    layers, _, kv_heads, head_size = attention_shape(config)
+    return 2 * layers * max(1, kv_heads // tensor_parallel_size) * head_size * element
+
+
+def kv_cache_needed(flags: dict, config: PreTrainedConfig, world: int, num_val: int, element: int) -> float:
+    """GiB per rank in which all responses that one replica generates at a time have room at their longest."""
+    size, block = flags["tensor_parallel_size"], 16 if torch.cuda.is_available() else 128
+    replicas = world // size
+    at_once = max(flags["prompts_per_step"] * flags["group_size"], num_val) // replicas + 1
+    longest = flags["max_prompt_len"] + flags["max_response_len"]
+    tokens = (min(flags["max_num_seqs"], at_once) + 1) * (-(-longest // block) + 1) * block
+    return tokens * kv_bytes_per_token(config, size, element) / GIB
+
+
+def estimate(
+    flags: dict, learners: list[PreTrainedConfig], frozen: list[PreTrainedConfig], world: int, element: int
+) -> dict[str, dict[str, float]]:
+    """Bytes on each GPU by phase (rollout, update) and item, for a vLLM that sleeps as `flags["sleep"]` says.
+
+    Args: flags: values by name; learners: configs of what is trained, the policy first; frozen: reference and reward
+        models; element: bytes of one weight in forward passes.
+    """
+    sizes = [size_of(config, element, flags["compile"]) for config in learners]
+    others = [size_of(config, element, False) for config in frozen]
+    offload, longest = flags["offload"], flags["max_prompt_len"] + flags["max_response_len"]
+    if "pairs_per_step" in flags:
+        sequences = 2 * flags["pairs_per_step"]
+    else:
+        sequences = flags["minibatch_size"] or flags["prompts_per_step"] * flags["group_size"]
+    tokens = min(flags["max_tokens_per_gpu"], -(-sequences // world) * longest)
+    held = {
+        "weights": sum(4 * s.params / world for s in sizes) if offload != "all" else 0,
+        "frozen models": sum(element * s.params / world for s in others),
+        "optimizer": sum(8 * s.params / world for s in sizes) if offload == "none" else 0,
+    }
+    engine = {}
+    if not flags.get("replay") and "sleep" in flags:
+        engine = {
+            "vLLM weights": element * sizes[0].params / flags["tensor_parallel_size"],
+            "vLLM KV cache": flags["kv_cache_gib"] * GIB,
+        }
+
+    def gathered(s: Size) -> float:  # unsharded in the compute dtype; one rank keeps all its blocks
+        return element * (s.params if world == 1 else s.root + 2 * s.block)
+
+    def activations(s: Size) -> float:
+        if flags["activation_checkpointing"]:
+            return tokens * (s.layers * s.recomputed + s.saved)
+        return tokens * s.layers * s.saved
+
+    logits = 6 if flags["compile"] else 10  # bytes times 2 of a chunk's logits: values, gradients, in both dtypes
+    update = held | {
+        # summed over micro-batches whole, in float32; on several ranks the reduced shards come on top
+        "gradients": sum(4 * s.params * (1 if world == 1 else 1 + 1 / world) for s in sizes),
+        "gathered weights": sum(gathered(s) for s in sizes),
+        "activations": max(activations(s) for s in sizes),
+        "logits": 2 * logits * HEAD_CHUNK * sizes[0].vocabulary,
+    }
+    asleep = {"none": engine, "kv": {k: v for k, v in engine.items() if k == "vLLM weights"}, "all": {}}
+    phases = {"update": update | asleep[flags.get("sleep", "none")]}
+    if engine:
+        sampling = 4 * 4 * min(flags["max_num_seqs"], 2**20) * sizes[0].vocabulary
+        phases = {"rollout": held | engine | {"sampling": sampling}} | phases
+    return phases
+
+
+def plan_memory(
+    flags: dict, learners: list[PreTrainedConfig], frozen: list[PreTrainedConfig], world: int, num_val: int = 0
+) -> tuple[dict, str]:
+    """Settle --kv-cache-gib 0 and --sleep auto by what this GPU has free, and say what each phase will hold.
+
+    Returns: the settled flags, alike on every rank (collective), and the table to print.
+    Raises: ValueError naming flags to change, where a phase is MARGIN over what is free.
+    """
+    settled, on_cuda = {}, torch.cuda.is_available()
+    element = 2 if flags["dtype"] == "bfloat16" else 4
+    free = torch.cuda.mem_get_info()[0] if on_cuda else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = min(all_gather(free)) - OTHER
+    has_engine = "sleep" in flags and not flags["replay"]
+    if has_engine and not flags["kv_cache_gib"]:
+        settled["kv_cache_gib"] = round(kv_cache_needed(flags, learners[0], world, num_val, element) + 0.005, 2)
+
+    def peaks(**more) -> dict[str, float]:
+        phases = estimate(flags | settled | more, learners, frozen, world, element)
+        return {phase: sum(items.values()) for phase, items in phases.items()}
+
+    if flags.get("sleep") == "auto" and not has_engine:
+        settled["sleep"] = "none"
+    elif has_engine and flags["sleep"] == "auto":
+        sleepy = [how for how in ("none", "kv", "all") if peaks(sleep=how)["update"] < free] if on_cuda else ["none"]
+        settled["sleep"] = sleepy[0] if sleepy else "all"
+    if has_engine and not flags["kv_cache_gib"] and on_cuda:  # less is slower, and still right
+        least = kv_bytes_per_token(learners[0], flags["tensor_parallel_size"], element) / GIB
+        least *= 16 * (flags["max_prompt_len"] + flags["max_response_len"])
+        over = max(peaks(**({"sleep": "none"} if "sleep" not in settled else {})).values()) - free
+        settled["kv_cache_gib"] = max(settled["kv_cache_gib"] - max(0.0, over) / GIB, least)
+    phases = estimate(flags | settled, learners, frozen, world, element)
+    rows = []
+    for phase, items in phases.items():
+        shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in items.items() if size >= 0.05 * GIB)
+        rows.append(f"  {phase:8} {sum(items.values()) / GIB:6.1f} GiB: {shown}")
+    table = f"memory of a rank, estimated ({free / GIB:.1f} GiB are free for it):\n" + "\n".join(rows)
+    phase, items = max(phases.items(), key=lambda each: sum(each[1].values()))
+    need = sum(items.values())
+    if on_cuda and need > (1 + MARGIN) * free:
+        works = _remedies(flags | settled, phase, items, need - free)
+        raise ValueError(
+            f"memory: the {phase} phase needs about {need / GIB:.0f} GiB on each GPU and {free / GIB:.0f} are free "
+            f"(most of it {max(items, key=items.get)}); {works}\n{table}"
+        )
+    return settled, table
+
+
+def _remedies(flags: dict, phase: str, items: dict[str, float], missing: float) -> str:
+    """Flags that would make room, the cheapest first."""
+    tries = []
+    if phase == "rollout":
+        tries += ["a smaller --kv-cache-gib or --max-num-seqs"]
+    elif items["activations"] > missing / 2:
+        if not flags["activation_checkpointing"]:
+            tries += ["--activation-checkpointing"]
+        tries += [f"{flag('max_tokens_per_gpu', flags)} halved"]
+    if flags["offload"] != "all":
+        tries += ["--offload optimizer" if flags["offload"] == "none" else "--offload all"]
+    return ", ".join(tries or ["more GPUs"]) + " would make room"
+
+
+def ledger(learners: dict, engine, grown: dict[str, float]) -> dict[str, float]:
+    """GiB on this rank's GPU: weights, optimizer states and gradients of what is trained, vLLM's weights and KV cache.
+
+    mem/activations_gib is what the update took at its peak beyond the gradients: activations, gathered weights, logits.
+    Args: learners: {name: (model, optimizer)}; grown: `Metrics.grown`. Empty without a GPU.
+    """
+    if not torch.cuda.is_available():
+        return {}
+
+    def on_device(tensors) -> float:
+        mine = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+        return sum(t.nbytes for t in mine if t.is_cuda) / GIB
+
+    weights = [p.detach() for model, _ in learners.values() for p in model.parameters()]
+    states = [t for _, o in learners.values() for state in o.state.values() for t in state.values()]
+    held = on_device(weights)
+    return {
+        "mem/weights_gib": held,
+        "mem/optimizer_gib": on_device(states),
+        "mem/gradients_gib": held,
+        "mem/activations_gib": grown["update"] - held,
+        **engine.memory(),
+    }
