@@ -86,8 +86,8 @@ MASK_BY_VALUE = f"""{MASK}\
 """
 MARKUP = """[\\s$€£*_`"'(\\[]*+(?:\\\\boxed\\{|\\\\\\(|\\\\\\$)?+[\\s$]*+\n"""
 UIDS = "step_uids(len(data), args.seed, step, args.prompts_per_step)[rank * P"
-LOAD = "dcp.load(full, "
-LOAD_WEIGHTS = 'dcp.load({name: {"model": state["model"]} for name, state in full.items()}, '
+LOAD = "dcp.load(_state_of(parts), "
+LOAD_WEIGHTS = 'dcp.load({name: {"model": state["model"]} for name, state in _state_of(parts).items()}, '
 KL_COEF = 'kl_coef = load_checkpoint(checkpoint, parts)["kl_coef"]'
 
 # number -> ways to put the fault in: the test file that must see it, then replacements (file, old, new)
@@ -175,7 +175,7 @@ FAULTS: dict[int, list[tuple]] = {
     30: [
         ("test_engine.py", (ENGINE, LLM, CLONED_HEAD)),
         ("test_engine.py", (ENGINE, LLM, CLONED_HEAD),
-                           (ENGINE, UNWRITTEN, f'if name != "lm_head.weight" and {UNWRITTEN[3:]}')),
+                           ("utils/reshard.py", UNWRITTEN, f'if name != "lm_head.weight" and {UNWRITTEN[3:]}')),
     ],
     35: [
         ("test_scoring.py", (SCORING, SHARE, f"{SHARE}[: len(val) // 4 * 4]"), (SCORING, ALL_EVALUATED, "")),

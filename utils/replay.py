@@ -109,7 +109,7 @@ class Replay:
 
     def sync_weights(self, policy: torch.nn.Module) -> SyncReport:
         """Nothing: there is no engine to bring up to date."""
-        return SyncReport(0.0, 0.0, 0)
+        return SyncReport(0.0, 0.0, 0, 0)
 
     def verify_sync(self, policy: torch.nn.Module) -> float:
         """Nothing to prove."""
