@@ -37,7 +37,7 @@ class Args:
     """Steps; the first two warm up, and the median of the others counts."""
     ranks: int = 1
     """GPUs."""
-    flags: str = "--compile --max-tokens-per-gpu 32768 --kv-cache-gib 8"
+    flags: str = "--compile --max-tokens-per-gpu 32768"
     """More flags of grpo_fsdp.py."""
     against: Literal["none", "trl"] = "none"
     """"trl": the same shape through TRL afterwards."""

@@ -48,6 +48,21 @@ class Args:
     """Folder for the JSON."""
 
 
+def train_on(batch: list, parts: dict, max_tokens: int, width: int, device: torch.device) -> None:
+    """One optimizer step on these sequences, as in phase 6 of grpo_fsdp.py, with advantages of 1."""
+    policy, world = parts["policy"][0], torch.distributed.get_world_size()
+    plan, tokens = plan_together(batch, range(len(batch)), max_tokens)
+    for k, part in enumerate(plan):
+        policy.set_requires_gradient_sync(k == len(plan) - 1)
+        packed = pack([batch[i] for i in part], device)
+        logprobs_N, _ = policy(packed, 1.0)
+        logprobs_bR = packed.to_padded(logprobs_N, len(part), width)
+        advantages = torch.ones(len(part), 1, device=device)
+        loss_bR, _, _ = policy_loss(logprobs_bR, logprobs_bR.detach(), advantages, 0.2, 0.2)
+        (loss_bR.sum() / tokens * world).backward()
+    optimizer_step(parts, {"policy": 1e-6}, 1.0, 1)
+
+
 def main(args: Args) -> None:
     device = init_distributed()
     world = torch.distributed.get_world_size()
@@ -67,16 +82,7 @@ def main(args: Args) -> None:
     batch = [SimpleNamespace(prompt_ids=ids(args.prompt_len), response_ids=ids(n)) for n in lengths]
 
     def step() -> None:
-        plan, tokens = plan_together(batch, range(len(batch)), args.max_tokens_per_gpu)
-        for k, part in enumerate(plan):
-            policy.set_requires_gradient_sync(k == len(plan) - 1)
-            packed = pack([batch[i] for i in part], device)
-            logprobs_N, _ = policy(packed, 1.0)
-            logprobs_bR = packed.to_padded(logprobs_N, len(part), args.response_len)
-            advantages = torch.ones(len(part), 1, device=device)
-            loss_bR, _, _ = policy_loss(logprobs_bR, logprobs_bR.detach(), advantages, 0.2, 0.2)
-            (loss_bR.sum() / tokens * world).backward()
-        optimizer_step(parts, {"policy": 1e-6}, 1.0, 1)
+        train_on(batch, parts, args.max_tokens_per_gpu, args.response_len, device)
 
     start = time.perf_counter()
     step()

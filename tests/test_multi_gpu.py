@@ -15,40 +15,46 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, torchrun, user_env
+from safetensors.numpy import load_file
 from test_runs import LR, UPDATES, command, rows, same_run, weights
 
 from utils import tiny
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
-NOTHING = ["--save-every", 0]
-
-
-def start(folder, name, ranks, *flags, gpus="0,1"):
-    torchrun(ranks, *command(folder, name), *flags, CUDA_VISIBLE_DEVICES=gpus)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Rollouts recorded on one GPU, by the real engine; and the runs that they are replayed by."""
+    """Live runs on one and on two GPUs, one of them recorded; then replays of it; then replays that are resumed.
+
+    All of a kind at once: they are small.
+    """
     folder = tmp_path_factory.mktemp("gpus")
     tiny.make_model(folder / "model", seed=3, num_sft_steps=0)
     tiny.make_data(folder / "data")
-    live = ["--verify-sync", 1, *NOTHING]
-    with ThreadPoolExecutor() as pool:  # one GPU each
-        jobs = [pool.submit(start, folder, "one", 1, *live, "--record", folder / "rollouts", gpus="0")]
-        jobs += [pool.submit(start, folder, "again", 1, *live, gpus="1")]
-        [job.result() for job in jobs]
-    for name, flags in (("two", []), ("tensor", ["--tensor-parallel-size", 2])):
-        start(folder, name, 2, *live, *flags)
-    replay = ["--replay", folder / "rollouts"]
-    with ThreadPoolExecutor() as pool:
-        jobs = []
-        for dtype in ("float32", "bfloat16"):
-            how = [*replay, "--dtype", dtype]
-            jobs += [pool.submit(start, folder, f"one_{dtype}", 1, *how, "--save-every", 2, gpus="0")]
-            jobs += [pool.submit(start, folder, f"two_{dtype}", 2, *how, "--save-every", 2)]
-        [job.result() for job in jobs]
+    live = ["--verify-sync", 1, "--save-every", 0]
+    replay = ["--replay", folder / "rollouts", "--save-every", 2, "--dtype"]
+    float32 = [*replay, "float32", "--resume"]
+    stages = [
+        [
+            ("one", 1, *live, "--record", folder / "rollouts"),
+            ("again", 1, *live),
+            ("two", 2, *live),
+            ("tensor", 2, *live, "--tensor-parallel-size", 2),
+        ],
+        [(f"{n}_{dtype}", k, *replay, dtype) for dtype in ("float32", "bfloat16") for n, k in (("one", 1), ("two", 2))],
+        [
+            ("resumed_on_1", 1, *float32, folder / "two_float32/checkpoints/step_2"),
+            ("resumed_on_2", 2, *float32, folder / "one_float32/checkpoints/step_2"),
+        ],
+    ]
+    for stage in stages:
+        with ThreadPoolExecutor() as pool:
+            jobs = []
+            for i, (name, ranks, *flags) in enumerate(stage):
+                gpus = "0,1" if ranks == 2 else str(i % 2)
+                jobs.append(pool.submit(torchrun, ranks, *command(folder, name), *flags, CUDA_VISIBLE_DEVICES=gpus))
+            [job.result() for job in jobs]
     return folder
 
 
@@ -71,8 +77,6 @@ def test_bfloat16_updates_on_two_gpus_are_those_on_one_within_rounding(folder):
 
 
 def weights_of_the_start(folder):
-    from safetensors.numpy import load_file
-
     return load_file(folder / "model/model.safetensors")
 
 
@@ -87,17 +91,12 @@ def test_the_first_step_of_a_live_run_does_not_depend_on_the_gpus(folder, name):
     assert evaluated[0] == pytest.approx(evaluated[1], rel=0.05)
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
-@pytest.mark.parametrize("ranks, saved_on", [(1, 2), (2, 1)])
-def test_resumed_on_another_number_of_gpus(folder, dtype, ranks, saved_on):
-    name, source = f"resumed_on_{ranks}", {1: "one", 2: "two"}[saved_on]
-    checkpoint = folder / f"{source}_{dtype}/checkpoints/step_2"
-    flags = ["--replay", folder / "rollouts", "--dtype", dtype, "--resume", checkpoint]
-    start(folder, name, ranks, *flags)
-    last = [rows(folder / run)[-1] for run in (name, f"one_{dtype}")]
+@pytest.mark.parametrize("name", ["resumed_on_1", "resumed_on_2"])
+def test_resumed_on_another_number_of_gpus(folder, name):
+    last = [rows(folder / run)[-1] for run in (name, "one_float32")]
     figures = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "mem/"))} for row in last]
     assert figures[0] == {k: pytest.approx(v, rel=2e-4, abs=2e-5) for k, v in figures[1].items()}
-    mine, other = weights(folder / name), weights(folder / f"one_{dtype}")
+    mine, other = weights(folder / name), weights(folder / "one_float32")
     apart = np.concatenate([np.abs(mine[key] - other[key]).ravel() for key in other])
     assert apart.max() <= 0.1 * LR * UPDATES and apart.mean() < 1e-2 * LR
 
