@@ -45,7 +45,7 @@ def size_of(config: PreTrainedConfig, element: int, compiled: bool) -> Size:
     hidden, width = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     attention = 2 * heads * head_size + 2 * kv_heads * head_size  # q, k, v and the output
     # float32 copies in the norms (4 elements' worth at two bytes); silu's input and output, and the product
-    saved = attention + (5 * hidden + 2 * width if compiled else 8 * hidden + 4 * width)
+    saved = attention + (5 * hidden + 2 * width if compiled else 4 * hidden + 4 * width)
     return Size(params, blocks // layers, params - blocks, layers, saved * element, hidden * element, config.vocab_size)
 
 
@@ -101,7 +101,7 @@ def estimate(
             return tokens * (s.layers * s.recomputed + s.saved)
         return tokens * s.layers * s.saved
 
-    logits = 8 if flags["compile"] else 12  # bytes times 2 of a chunk's logits: values, gradients, in both dtypes
+    logits = 8 if flags["compile"] else 10  # bytes times 2 of a chunk's logits: values, gradients, in both dtypes
     update = held | {
         # summed over micro-batches whole, in float32; on several ranks the reduced shards come on top
         "gradients": sum(4 * s.params * (1 if world == 1 else 1 + 1 / world) for s in sizes),
