@@ -74,7 +74,7 @@ def main(args: Args) -> None:
             advantages = torch.ones(len(part), 1, device=device)
             loss_bR, _, _ = policy_loss(logprobs_bR, logprobs_bR.detach(), advantages, 0.2, 0.2)
             (loss_bR.sum() / tokens).backward()
-        optimizer_step(parts, {"policy": 1e-6}, 1.0, 1)
+        optimizer_step(parts, {"policy": 1e-6}, 1.0, lambda norms: bool(norms["policy"].isfinite()))
 
     start = time.perf_counter()
     step()
