@@ -345,7 +345,10 @@ def main(args: Args) -> None:
             metrics.add("rm/accuracy", (chosen_b > rejected_b).sum(), len(part))
             metrics.add("rm/margin", (chosen_b - rejected_b).sum(), len(part))
             metrics.add("rm/score", (chosen_b + rejected_b).sum(), 2 * len(part))
-        rows = [SimpleNamespace(uid=u, pair=[*map(vars, s)]) for u, s in zip(uids, sequences, strict=True)]
+        rows = [
+            SimpleNamespace(uid=data.uids[u % len(data)], pair=[*map(vars, s)])
+            for u, s in zip(uids, sequences, strict=True)
+        ]
         check = partial(check_finite, run_dir, step, rows, seen, {"margin": margin_B})
         norms = optimizer_step(parts, {"reward_model": lr}, args.max_grad_norm, check)
         metrics.lap("update", device)

@@ -175,7 +175,7 @@ def train_policy(s, batches, policy, reference=None, critic=None, padded=True):
 
     Args: s: the flags; batches: of each step the recorded rows, prompt-major.
     """
-    T, coef, figures, first, crossings = s["temperature"], s["kl_coef"], [], {}, []
+    T, coef, figures, first = s["temperature"], s["kl_coef"], [], {}
     parts = {"policy": adamw(policy, s)} | ({"critic": adamw(critic, s)} if critic else {})
     factor, saved = 1.0, None
     for step, rows in enumerate(batches, 1):
@@ -194,7 +194,7 @@ def train_policy(s, batches, policy, reference=None, critic=None, padded=True):
             else:
                 advantages = group_advantages(s, rows, old)
         sums, norms, seen = dict.fromkeys(("loss", "clipped", "entropy", "kl", "value"), 0.0), {n: [] for n in parts}, 0
-        crossed, left_out = False, False
+        left_out = False
         for epoch in range(s["update_epochs"]):
             order = np.random.default_rng(seed_for("minibatch", s["seed"], step, epoch)).permutation(len(rows))
             for chosen in order.reshape(-1, s["minibatch_size"] or len(rows)):
@@ -202,13 +202,12 @@ def train_policy(s, batches, policy, reference=None, critic=None, padded=True):
                 tokens, loss, value_loss = sum(len(old[i]) for i in chosen), 0.0, 0.0
                 if tokens == 0 or left_out:
                     continue
-                kl = 0.0
-                new = [rows[i] for i in chosen]
+                moved, new = 0.0, [rows[i] for i in chosen]
                 new_logprobs, entropy = logprobs(policy, new, T, padded)
                 new_values = scalars(critic, new, padded)[0] if critic else new_logprobs
                 for i, lp, h, v in zip(chosen, new_logprobs, entropy, new_values, strict=True):
                     ratio = (lp - old[i]).exp()
-                    kl += (ratio - 1 - (lp - old[i])).sum().item() / tokens
+                    moved += (ratio - 1 - (lp - old[i])).sum().item() / tokens
                     term, clipped = policy_terms(s, ratio, advantages[i])
                     term = term * weights[i]
                     loss = loss + term.sum() - s.get("entropy_coef", 0.0) * h.sum()
@@ -227,13 +226,12 @@ def train_policy(s, batches, policy, reference=None, critic=None, padded=True):
                     (loss / tokens).backward()
                 if critic:
                     (value_loss / tokens).backward()
-                crossed = bool(s["max_kl"]) and kl > s["max_kl"]
+                crossed = 0 < s["max_kl"] < moved
                 left_out = crossed and s["on_max_kl"] != "lower-lr"
                 lowered = {n: factor * rate for n, rate in rates.items()}
                 apply({n: parts[n] for n in rates}, lowered, s, first, norms, not left_out)
-                if crossed:
-                    crossings.append((step, kl))
-                    factor *= 1 - s["kl_lr_decay"] * (s["on_max_kl"] == "lower-lr")
+                if crossed and s["on_max_kl"] == "lower-lr":
+                    factor *= 1 - s["kl_lr_decay"]
                 if crossed and s["on_max_kl"] == "roll-back":
                     restore(parts, saved)
         saved = states(parts)
