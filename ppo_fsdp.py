@@ -796,7 +796,7 @@ def main(args: Args) -> None:
             kl = float(sum_over_ranks((kl_BR * mask_BR).sum()) / num_kept.clamp_min(1))
             metrics.add("policy/kl_coef", kl_coef)
             metrics.add("policy/ref_kl_response", kl)
-            # DETAIL: after a roll-back the checkpoint's coefficient stays, because this KL is of the policy left.
+            # DETAIL: after a roll-back the checkpoint's coefficient stays, because this KL is of the weights given up.
             if num_kept > 0 and not critic_only and not (over and args.on_max_kl == "roll-back"):
                 controller = num_responses, args.kl_horizon, args.kl_controller
                 state["kl_coef"] = next_kl_coef(kl_coef, kl, args.kl_target, *controller)
