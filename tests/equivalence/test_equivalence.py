@@ -343,6 +343,7 @@ def test_the_rows_of_guards_cross_their_bound(ran, ranks, script, loss, steps):
     rows = [json.loads(line) for line in events.read_text().splitlines()]
     assert {row["action"] for row in rows} == {loss} and {row["step"] for row in rows} == steps
     assert all(row["value"] > row["bound"] for row in rows)
+    assert len({(row["step"], row["reason"]) for row in rows}) == len(rows), "written by one rank"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
