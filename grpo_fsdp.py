@@ -32,6 +32,7 @@ b responses of a micro-batch, N response tokens of a micro-batch. [i, t] speaks 
 import math
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -56,13 +57,14 @@ from utils.dist import (
     world_mesh,
 )
 from utils.forward import logprobs_of
+from utils.guards import check_finite, crossed, log_event, mean_over_ranks, note, roll_back
 from utils.memory import ledger, plan_memory
 from utils.metrics import Metrics, Progress, append_jsonl, mismatch, read_jsonl, speed
 from utils.models import check_sibling, end_of_sequence_ids, load_config, load_policy, load_tokenizer, optimizer_step
 from utils.optim import make_adamw
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.plot import plot_runs
-from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
+from utils.preflight import check_divides, check_flags, check_guards, check_lengths, check_minibatch
 from utils.replay import Replay, check_replay, open_record, record_rollouts
 from utils.scoring import Scorer, check_reward_models, check_scoring
 from utils.watchdog import watch
@@ -167,6 +169,23 @@ class Args:
     """For what vLLM samples from not being quite the trainer's policy: weigh tokens, or weigh and mask responses."""
     correction_cap: float = 2.0
     """Largest importance weight: a token's is cut there, a response's beyond it is left out."""
+    # [/shared]
+    # [shared: guard flags]
+    max_kl: float = 0.0
+    """Bound on policy/approx_kl of an optimizer step, measured before it is applied; 0: none."""
+    on_max_kl: Literal["stop-epoch", "lower-lr", "roll-back"] = "stop-epoch"
+    """Over it: leave out this optimizer step and the batch's others, or make all later ones at lower learning rates,
+    or go on with the next batch from the newest checkpoint."""
+    kl_lr_decay: float = 0.1
+    """Share by which --on-max-kl lower-lr lowers the learning rates, each time and for good."""
+    max_reward_std: float = 0.0
+    """Log an event when a step's reward/score_std is above this; 0: never."""
+    grad_norm_bound: float = 0.0
+    """Log an event when a step's optim/grad_norm, before clipping, is above this; 0: never."""
+    min_entropy: float = 0.0
+    """Log an event when a step's policy/entropy is below this; 0: never."""
+    max_truncated_frac: float = 0.0
+    """Log an event when a step's rollout/truncated_frac is above this; 0: never."""
     # [/shared]
     scale_advantages: bool = True
     """Divide advantages by the group's std."""
@@ -321,6 +340,7 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> tuple[list, li
     longest = args.max_prompt_len + args.max_response_len
     check_divides(flags, "prompts_per_step", world_size)
     check_minibatch(flags)
+    check_guards(flags)
     check_lengths(flags, config.max_position_embeddings)
     check_engine(config, args.tensor_parallel_size, world_size, args.sleep != "none")
     frozen = [config] if args.kl_coef else []
@@ -420,10 +440,10 @@ def main(args: Args) -> None:
     optimizer = make_adamw(policy, args.lr, args.weight_decay, args.offload)
     parts = {"policy": (policy, optimizer)}
     # [/shared]
-    learners = parts
+    learners, state = parts, {"lr_factor": 1.0}
     if checkpoint:
         with one_line_errors():
-            load_checkpoint(checkpoint, parts)
+            state |= load_checkpoint(checkpoint, parts)
     scoring = {"engine": engine, "tokenizer": tokenizer, "mesh": mesh, "dtype": dtype, "workers": args.reward_workers}
     scoring |= {"timeout_s": args.reward_timeout_s, "max_tokens": args.max_tokens_per_gpu}
     with one_line_errors():
@@ -507,20 +527,25 @@ def main(args: Args) -> None:
         trained = kept_B.tolist()  # one without a score too: with advantage 0, and counted among the tokens
         first_logprobs_BR = old_logprobs_BR if use_old else torch.zeros_like(rollout_logprobs_BR)
         audited_BR = mask_BR
+        batch = {"score": scores_B, "advantage": advantages_B, "old_logprobs": first_logprobs_BR}
         metrics.lap("advantages", device)
 
         # ---- 6 update ----
-        lr = learning_rate(step, num_steps, args.lr, args.lr_schedule, args.warmup_steps)
+        rates = {"policy": learning_rate(step, num_steps, args.lr, args.lr_schedule, args.warmup_steps)}
+        over, going_on, minibatches_done = False, True, 0
         for epoch in range(args.update_epochs):
             # A permutation of the global response indices, the same on every rank; each trains those it holds.
             order = np.random.default_rng(seed_for("minibatch", args.seed, step, epoch)).permutation(num_responses)
             for start in range(0, num_responses, minibatch_size):
+                if not going_on:
+                    break
                 chosen = order[start : start + minibatch_size]
                 mine = sorted(int(i) - rank * B for i in chosen if rank * B <= i < (rank + 1) * B)
                 mine = [i for i in mine if trained[i]]
                 plan, num_tokens = plan_together(rollouts, mine, args.max_tokens_per_gpu)
                 if num_tokens == 0:  # not one of its responses, on any rank, is left
                     continue
+                seen = []  # of this optimizer step
                 for k, part in enumerate(plan):
                     policy.set_requires_gradient_sync(k == len(plan) - 1)
                     packed, rows_b = pack([rollouts[i] for i in part], device), to_device(part, device)
@@ -542,21 +567,43 @@ def main(args: Args) -> None:
                     # DETAIL: the loss is divided by the token count of the whole optimizer step over all ranks,
                     # known before the first forward; times the world size, because FSDP averages gradients over
                     # ranks.
-                    ((total_bR * mask_bR).sum() / num_tokens * world).backward()
+                    masked_bR = total_bR * mask_bR
+                    (masked_bR.sum() / num_tokens * world).backward()
 
                     if tokens == 0:  # a filling micro-batch
                         continue
                     ratio_bR = ratio_bR.detach()  # 1 on padding
                     metrics.add("policy/loss", (loss_bR * mask_bR).sum(), tokens)
                     metrics.add("policy/clip_frac", (clipped_bR & mask_bR).sum(), tokens)
-                    metrics.add("policy/approx_kl", (ratio_bR - 1 - ratio_bR.log()).sum(), tokens)
+                    approx_kl_bR = ratio_bR - 1 - ratio_bR.log()
+                    metrics.add("policy/approx_kl", approx_kl_bR.sum(), tokens)
                     metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
                     metrics.add("policy/entropy", entropy_N.sum(), tokens)
+                    note(seen, part, new_logprobs=logprobs_bR, loss=masked_bR, approx_kl=approx_kl_bR)
                     if not use_old:  # the one optimizer step is still to come: same weights on both sides
                         first_logprobs_BR[rows_b] = logprobs_bR.detach()
-                norms = optimizer_step(learners, {"policy": lr}, args.max_grad_norm, step)
-                metrics.add("optim/grad_norm", norms["policy"])
+                # [shared: optimizer step]
+                # DETAIL: the bound is on how far the batch's optimizer steps before this one have moved the policy, at
+                # this one's tokens; what a step itself does is seen by the next one of the batch alone.
+                kl = mean_over_ranks(seen, "approx_kl", num_tokens) if args.max_kl else 0.0
+                over, minibatches_done = kl > args.max_kl > 0, minibatches_done + 1
+                going_on = not over or args.on_max_kl == "lower-lr"
+                # DETAIL: every rate is lowered, the critic's too, because then the ratio of the two stays.
+                scaled = {name: rate * state["lr_factor"] for name, rate in rates.items()}
+                check = partial(check_finite, run_dir, step, rollouts, seen, batch)
+                for name, norm in optimizer_step(learners, scaled, args.max_grad_norm, check, going_on).items():
+                    metrics.add({"policy": "optim/grad_norm", "critic": "optim/critic_grad_norm"}[name], norm)
                 metrics.add("optim/num_tokens", num_tokens)
+                if over:
+                    reason = f"KL {kl:.3g} is above --max-kl {args.max_kl:g} before optimizer step {minibatches_done}"
+                    log_event(run_dir, step, "max_kl", "policy/approx_kl", kl, args.max_kl, args.on_max_kl, reason)
+                if over and args.on_max_kl == "lower-lr":
+                    state["lr_factor"] *= 1 - args.kl_lr_decay
+                elif over and args.on_max_kl == "roll-back":
+                    # DETAIL: the batch's other optimizer steps are left out, because the policy that it was sampled
+                    # from is gone; the next batch is sampled from the restored weights.
+                    state |= roll_back(run_dir, checkpoint, parts, step)
+                # [/shared]
         metrics.lap("update", device)
 
         # ---- 7 weight sync ----
@@ -578,7 +625,7 @@ def main(args: Args) -> None:
         metrics.add("reward/zero_std_frac", equal_P.sum(), P)
         metrics.add("reward/all_right_frac", (equal_P & right_P).sum(), P)
         metrics.add("reward/all_wrong_frac", (equal_P & ~right_P).sum(), P)
-        metrics.add("optim/lr", lr)
+        metrics.add("optim/lr", rates["policy"] * state["lr_factor"])
         # [shared: log and evaluate]
         for key, value in mismatch(first_logprobs_BR, rollout_logprobs_BR, audited_BR).items():
             metrics.add(key, value)
@@ -587,7 +634,7 @@ def main(args: Args) -> None:
         metrics.add("rollout/response_len", lengths_B.sum(), B)
         metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
         metrics.lap("log", device)
-        pace = speed(learners, policy, rollouts, args.update_epochs, metrics.seconds)
+        pace = speed(learners, policy, rollouts, minibatches_done * minibatch_size / num_responses, metrics.seconds)
         for key, value in (pace | ledger(learners, engine, metrics.grown)).items():
             metrics.add(key, value)
         last = step == num_steps
@@ -597,13 +644,15 @@ def main(args: Args) -> None:
         figures = metrics.reduce()
         if rank == 0:
             append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})
+        for event in crossed(figures, asdict(args)):
+            log_event(run_dir, step, *event)
         progress.update(figures)
         metrics = Metrics()  # saving comes after the step is logged, so its time stands with the next step
         stopping = asked_to_stop()
         # [/shared]
         if args.save_every and (step % args.save_every == 0 or last or stopping):
             with metrics.timed("save", device):
-                saved = save_checkpoint(run_dir, step, parts, *record)
+                saved = save_checkpoint(run_dir, step, parts, *record, state)
                 if args.export_hf == "every" and saved:
                     export_hf(saved / "hf", policy, tokenizer)
         if stopping:

@@ -38,6 +38,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -62,6 +63,7 @@ from utils.dist import (
     world_mesh,
 )
 from utils.forward import logprobs_of, values_of
+from utils.guards import check_finite, crossed, log_event, mean_over_ranks, note, roll_back
 from utils.memory import ledger, plan_memory
 from utils.metrics import Metrics, Progress, append_jsonl, explained_variance, mismatch, read_jsonl, speed
 from utils.models import (
@@ -76,7 +78,7 @@ from utils.models import (
 from utils.optim import make_adamw
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.plot import plot_runs
-from utils.preflight import check_divides, check_flags, check_lengths, check_minibatch
+from utils.preflight import check_divides, check_flags, check_guards, check_lengths, check_minibatch
 from utils.replay import Replay, check_replay, open_record, record_rollouts
 from utils.scoring import Scorer, check_reward_models, check_scoring
 from utils.watchdog import watch
@@ -193,6 +195,23 @@ class Args:
     """For what vLLM samples from not being quite the trainer's policy: weigh tokens, or weigh and mask responses."""
     correction_cap: float = 2.0
     """Largest importance weight: a token's is cut there, a response's beyond it is left out."""
+    # [/shared]
+    # [shared: guard flags]
+    max_kl: float = 0.0
+    """Bound on policy/approx_kl of an optimizer step, measured before it is applied; 0: none."""
+    on_max_kl: Literal["stop-epoch", "lower-lr", "roll-back"] = "stop-epoch"
+    """Over it: leave out this optimizer step and the batch's others, or make all later ones at lower learning rates,
+    or go on with the next batch from the newest checkpoint."""
+    kl_lr_decay: float = 0.1
+    """Share by which --on-max-kl lower-lr lowers the learning rates, each time and for good."""
+    max_reward_std: float = 0.0
+    """Log an event when a step's reward/score_std is above this; 0: never."""
+    grad_norm_bound: float = 0.0
+    """Log an event when a step's optim/grad_norm, before clipping, is above this; 0: never."""
+    min_entropy: float = 0.0
+    """Log an event when a step's policy/entropy is below this; 0: never."""
+    max_truncated_frac: float = 0.0
+    """Log an event when a step's rollout/truncated_frac is above this; 0: never."""
     # [/shared]
     gamma: float = 1.0
     """Discount per token."""
@@ -452,6 +471,7 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> tuple[list, li
     longest = args.max_prompt_len + args.max_response_len
     check_divides(flags, "prompts_per_step", world_size)
     check_minibatch(flags)
+    check_guards(flags)
     check_lengths(flags, config.max_position_embeddings)
     check_engine(config, args.tensor_parallel_size, world_size, args.sleep != "none")
     frozen = [config] if args.kl_coef else []
@@ -554,7 +574,7 @@ def main(args: Args) -> None:
     optimizer = make_adamw(policy, args.lr, args.weight_decay, args.offload)
     parts = {"policy": (policy, optimizer)}
     # [/shared]
-    kl_coef = args.kl_coef
+    state = {"lr_factor": 1.0, "kl_coef": args.kl_coef}
     with one_line_errors():
         # DETAIL: a new value head is all zeros, because then the first values are no noise.
         critic_model, flag = (args.critic_model, "--critic-model") if args.critic_model else (args.model, "--model")
@@ -563,7 +583,7 @@ def main(args: Args) -> None:
     parts["critic"] = critic, critic_optimizer
     if checkpoint:
         with one_line_errors():
-            kl_coef = load_checkpoint(checkpoint, parts)["kl_coef"]
+            state |= load_checkpoint(checkpoint, parts)
     scoring = {"engine": engine, "tokenizer": tokenizer, "mesh": mesh, "dtype": dtype, "workers": args.reward_workers}
     scoring |= {"timeout_s": args.reward_timeout_s, "max_tokens": args.max_tokens_per_gpu}
     scoring |= {"normalize": args.normalize_scores}
@@ -654,6 +674,7 @@ def main(args: Args) -> None:
         paid_B = scores_B.clamp(-args.score_clip, args.score_clip) if args.score_clip else scores_B
         paid_B = paid_B - args.missing_eos_penalty * truncated_B
         kl_BR = old_logprobs_BR - ref_logprobs_BR if reference else torch.zeros_like(values_BR)  # k1
+        kl_coef = state["kl_coef"]
         if reference:
             for name, estimate_BR in (("k1", kl_BR), ("k2", kl_BR.square() / 2), ("k3", (-kl_BR).exp() - 1 + kl_BR)):
                 metrics.add(f"policy/ref_kl_{name}", (estimate_BR * mask_BR).sum(), mask_BR.sum())
@@ -667,6 +688,7 @@ def main(args: Args) -> None:
         # the critic's own.
         _, outcomes_BR = gae(rewards_BR, values_BR, bootstrap_B, lengths_B, args.gamma, 1.0)
         metrics.add("value/explained_var", explained_variance(values_BR, outcomes_BR, mask_BR, sum_over_ranks))
+        batch = {"score": scores_B, "advantage": advantages_BR, "return": returns_BR, "old_logprobs": first_logprobs_BR}
         metrics.add("value/mean", (values_BR * mask_BR).sum(), mask_BR.sum())
         metrics.add("reward/return", (rewards_BR * mask_BR).sum(), kept_B.sum())
         metrics.lap("advantages", device)
@@ -677,16 +699,20 @@ def main(args: Args) -> None:
         if not critic_only:  # the policy's schedule begins when its training does
             rates["policy"] = learning_rate(step - frozen_steps, num_steps - frozen_steps, args.lr, *schedule)
         learners = {k: part for k, part in parts.items() if k == "critic" or not critic_only}
+        over, going_on, minibatches_done = False, True, 0
         for epoch in range(args.update_epochs):
             # A permutation of the global response indices, the same on every rank; each trains those it holds.
             order = np.random.default_rng(seed_for("minibatch", args.seed, step, epoch)).permutation(num_responses)
             for start in range(0, num_responses, minibatch_size):
+                if not going_on:
+                    break
                 chosen = order[start : start + minibatch_size]
                 mine = sorted(int(i) - rank * B for i in chosen if rank * B <= i < (rank + 1) * B)
                 mine = [i for i in mine if trained[i]]
                 plan, num_tokens = plan_together(rollouts, mine, args.max_tokens_per_gpu)
                 if num_tokens == 0:  # not one of its responses, on any rank, is left
                     continue
+                seen = []  # of this optimizer step
                 for k, part in enumerate(plan):
                     packed, rows_b = pack([rollouts[i] for i in part], device), to_device(part, device)
                     mask_bR, tokens = mask_BR[rows_b], len(packed.target_N)
@@ -714,31 +740,55 @@ def main(args: Args) -> None:
                             metrics.add("policy/kl_loss", (kl_bR * mask_bR).sum(), tokens)
                         if args.entropy_coef:
                             total_bR = total_bR - args.entropy_coef * packed.to_padded(entropy_N, len(part), R)
-                        ((total_bR * mask_bR).sum() * share).backward()
+                        masked_bR = total_bR * mask_bR
+                        (masked_bR.sum() * share).backward()
                     critic.set_requires_gradient_sync(k == len(plan) - 1)
                     new_values_bR = packed.to_padded(critic(packed)[0], len(part), R)
                     critic_loss_bR, value_clipped_bR = value_loss(
                         new_values_bR, values_BR[rows_b], returns_BR[rows_b], args.value_clip
                     )
-                    ((critic_loss_bR * mask_bR).sum() * share).backward()
+                    value_loss_bR = critic_loss_bR * mask_bR
+                    (value_loss_bR.sum() * share).backward()
 
                     if tokens == 0:  # a filling micro-batch
                         continue
-                    metrics.add("value/loss", (critic_loss_bR * mask_bR).sum(), tokens)
+                    metrics.add("value/loss", value_loss_bR.sum(), tokens)
+                    note(seen, part, value=new_values_bR, value_loss=value_loss_bR)
                     metrics.add("value/clip_frac", (value_clipped_bR & mask_bR).sum(), tokens)
                     if "policy" not in learners:
                         continue
                     ratio_bR = ratio_bR.detach()  # 1 on padding
                     metrics.add("policy/loss", (loss_bR * mask_bR).sum(), tokens)
                     metrics.add("policy/clip_frac", (clipped_bR & mask_bR).sum(), tokens)
-                    metrics.add("policy/approx_kl", (ratio_bR - 1 - ratio_bR.log()).sum(), tokens)
+                    approx_kl_bR = ratio_bR - 1 - ratio_bR.log()
+                    metrics.add("policy/approx_kl", approx_kl_bR.sum(), tokens)
                     metrics.add_max("policy/ratio_max", (ratio_bR * mask_bR).max())
                     metrics.add("policy/entropy", entropy_N.sum(), tokens)
+                    note(seen, part, new_logprobs=logprobs_bR, loss=masked_bR, approx_kl=approx_kl_bR)
                     if not use_old:  # the one optimizer step is still to come: same weights on both sides
                         first_logprobs_BR[rows_b] = logprobs_bR.detach()
-                for name, norm in optimizer_step(learners, rates, args.max_grad_norm, step).items():
+                # [shared: optimizer step]
+                # DETAIL: the bound is on how far the batch's optimizer steps before this one have moved the policy, at
+                # this one's tokens; what a step itself does is seen by the next one of the batch alone.
+                kl = mean_over_ranks(seen, "approx_kl", num_tokens) if args.max_kl else 0.0
+                over, minibatches_done = kl > args.max_kl > 0, minibatches_done + 1
+                going_on = not over or args.on_max_kl == "lower-lr"
+                # DETAIL: every rate is lowered, the critic's too, because then the ratio of the two stays.
+                scaled = {name: rate * state["lr_factor"] for name, rate in rates.items()}
+                check = partial(check_finite, run_dir, step, rollouts, seen, batch)
+                for name, norm in optimizer_step(learners, scaled, args.max_grad_norm, check, going_on).items():
                     metrics.add({"policy": "optim/grad_norm", "critic": "optim/critic_grad_norm"}[name], norm)
                 metrics.add("optim/num_tokens", num_tokens)
+                if over:
+                    reason = f"KL {kl:.3g} is above --max-kl {args.max_kl:g} before optimizer step {minibatches_done}"
+                    log_event(run_dir, step, "max_kl", "policy/approx_kl", kl, args.max_kl, args.on_max_kl, reason)
+                if over and args.on_max_kl == "lower-lr":
+                    state["lr_factor"] *= 1 - args.kl_lr_decay
+                elif over and args.on_max_kl == "roll-back":
+                    # DETAIL: the batch's other optimizer steps are left out, because the policy that it was sampled
+                    # from is gone; the next batch is sampled from the restored weights.
+                    state |= roll_back(run_dir, checkpoint, parts, step)
+                # [/shared]
         metrics.lap("update", device)
 
         # ---- 7 weight sync ----
@@ -757,14 +807,16 @@ def main(args: Args) -> None:
         score_mean = sum_over_ranks(scores_B.sum()) / num_judged
         spread = sum_over_ranks(((scores_B - score_mean).square() * judged_B).sum())
         metrics.add("reward/score_std", (spread / num_judged).sqrt())
-        metrics.add("optim/lr", rates["policy"])
-        metrics.add("optim/critic_lr", rates["critic"])
+        metrics.add("optim/lr", rates["policy"] * state["lr_factor"])
+        metrics.add("optim/critic_lr", rates["critic"] * state["lr_factor"])
         if reference:
             kl = float(sum_over_ranks((kl_BR * mask_BR).sum()) / num_kept.clamp_min(1))
             metrics.add("policy/kl_coef", kl_coef)
             metrics.add("policy/ref_kl_response", kl)
-            if num_kept > 0 and not critic_only:
-                kl_coef = next_kl_coef(kl_coef, kl, args.kl_target, num_responses, args.kl_horizon, args.kl_controller)
+            # DETAIL: after a roll-back the checkpoint's coefficient stays, because this KL is of the weights given up.
+            if num_kept > 0 and not critic_only and not (over and args.on_max_kl == "roll-back"):
+                controller = num_responses, args.kl_horizon, args.kl_controller
+                state["kl_coef"] = next_kl_coef(kl_coef, kl, args.kl_target, *controller)
         # [shared: log and evaluate]
         for key, value in mismatch(first_logprobs_BR, rollout_logprobs_BR, audited_BR).items():
             metrics.add(key, value)
@@ -773,7 +825,7 @@ def main(args: Args) -> None:
         metrics.add("rollout/response_len", lengths_B.sum(), B)
         metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
         metrics.lap("log", device)
-        pace = speed(learners, policy, rollouts, args.update_epochs, metrics.seconds)
+        pace = speed(learners, policy, rollouts, minibatches_done * minibatch_size / num_responses, metrics.seconds)
         for key, value in (pace | ledger(learners, engine, metrics.grown)).items():
             metrics.add(key, value)
         last = step == num_steps
@@ -783,13 +835,15 @@ def main(args: Args) -> None:
         figures = metrics.reduce()
         if rank == 0:
             append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})
+        for event in crossed(figures, asdict(args)):
+            log_event(run_dir, step, *event)
         progress.update(figures)
         metrics = Metrics()  # saving comes after the step is logged, so its time stands with the next step
         stopping = asked_to_stop()
         # [/shared]
         if args.save_every and (step % args.save_every == 0 or last or stopping):
             with metrics.timed("save", device):
-                saved = save_checkpoint(run_dir, step, parts, *record, {"kl_coef": kl_coef})
+                saved = save_checkpoint(run_dir, step, parts, *record, state)
                 if args.export_hf == "every" and saved:
                     export_hf(saved / "hf", policy, tokenizer)
         if stopping:

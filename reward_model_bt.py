@@ -28,7 +28,9 @@ Shapes: B pairs on this rank, b pairs of a micro-batch.
 import math
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -50,6 +52,7 @@ from utils.dist import (
     stop,
     world_mesh,
 )
+from utils.guards import check_finite, note
 from utils.memory import plan_memory
 from utils.metrics import Metrics, Progress, append_jsonl, read_jsonl
 from utils.models import end_of_sequence_ids, load_config, load_scalar, load_tokenizer, optimizer_step
@@ -342,6 +345,7 @@ def main(args: Args) -> None:
         # ---- 6 update ----
         lr = learning_rate(step, num_steps, args.lr, args.lr_schedule, args.warmup_steps)
         plan, _ = plan_together(sequences, range(B), args.max_tokens_per_gpu)
+        seen = []
         for k, part in enumerate(plan):
             model.set_requires_gradient_sync(k == len(plan) - 1)
             packed, rows_b = pack([s for i in part for s in sequences[i]], device), to_device(part, device)
@@ -350,11 +354,17 @@ def main(args: Args) -> None:
             # DETAIL: the loss is divided by the pairs of the step over all ranks; times the world size, because
             # FSDP averages gradients over ranks.
             (loss_b.sum() / args.pairs_per_step * world).backward()
+            note(seen, part, chosen=chosen_b, rejected=rejected_b, loss=loss_b)
             metrics.add("rm/loss", loss_b.sum(), len(part))
             metrics.add("rm/accuracy", (chosen_b > rejected_b).sum(), len(part))
             metrics.add("rm/margin", (chosen_b - rejected_b).sum(), len(part))
             metrics.add("rm/score", (chosen_b + rejected_b).sum(), 2 * len(part))
-        norms = optimizer_step(parts, {"reward_model": lr}, args.max_grad_norm, step)
+        rows = [
+            SimpleNamespace(uid=data.uids[u % len(data)], pair=[*map(vars, s)])
+            for u, s in zip(uids, sequences, strict=True)
+        ]
+        check = partial(check_finite, run_dir, step, rows, seen, {"margin": margin_B})
+        norms = optimizer_step(parts, {"reward_model": lr}, args.max_grad_norm, check)
         metrics.lap("update", device)
 
         # ---- 8 log, evaluate, save ----

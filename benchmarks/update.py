@@ -60,7 +60,7 @@ def train_on(batch: list, parts: dict, max_tokens: int, width: int, device: torc
         advantages = torch.ones(len(part), 1, device=device)
         loss_bR, _, _ = policy_loss(logprobs_bR, logprobs_bR.detach(), advantages, 0.2, 0.2)
         (loss_bR.sum() / tokens * world).backward()
-    optimizer_step(parts, {"policy": 1e-6}, 1.0, 1)
+    optimizer_step(parts, {"policy": 1e-6}, 1.0, lambda norms: bool(norms["policy"].isfinite()))
 
 
 def main(args: Args) -> None:

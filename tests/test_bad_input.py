@@ -30,6 +30,7 @@ def raises_later(response, row): return 0.0 if response == "" else 1 / 0
 """
 
 RESUME = ["--resume", "{tmp}/same/checkpoints/step_1", "--run-dir", "{tmp}/new"]
+GUARD = ["--max-kl", "0.1", "--update-epochs", "2"]
 
 # flags over a run that works -> what the one line must say
 GRPO = {
@@ -75,6 +76,23 @@ GRPO = {
     "used run folder": (["--run-dir", "{tmp}/used"], r"--run-dir .*used: holds an earlier run; use --resume auto"),
     "no checkpoint": (["--resume", "{tmp}/used"], r"--resume .*used: must be a checkpoint folder"),
     "auto without folder": (["--resume", "auto", "--run-dir", ""], r"--resume auto: needs the --run-dir"),
+    "negative bound": (["--max-kl", "-1"], r"--max-kl -1.0: must not be below 0"),
+    "action without a bound": (["--on-max-kl", "lower-lr"], r"--on-max-kl lower-lr: has no effect with --max-kl 0"),
+    "decay without a bound": (["--kl-lr-decay", "0.5"], r"--kl-lr-decay 0.5: has no effect with --max-kl 0"),
+    "decay of another action": (
+        [*GUARD, "--kl-lr-decay", "0.5"], r"--kl-lr-decay 0.5: has no effect with --on-max-kl stop-epoch"
+    ),
+    "decay to nothing": (
+        [*GUARD, "--on-max-kl", "lower-lr", "--kl-lr-decay", "1"], r"--kl-lr-decay 1.0: is a share, .*; 0.1 works"
+    ),
+    "decay of 0": (
+        [*GUARD, "--on-max-kl", "lower-lr", "--kl-lr-decay", "0"], r"--kl-lr-decay 0.0: must be above 0; .* 0.1"
+    ),
+    "share above 1": (["--max-truncated-frac", "1"], r"--max-truncated-frac 1.0: is a share, and .* below 1; 0.5"),
+    "one optimizer step": (["--max-kl", "0.1"], r"--max-kl 0.1: .* one optimizer step per batch.*-epochs 2 works"),
+    "nowhere to go back to": (
+        [*GUARD, "--on-max-kl", "roll-back", "--save-every", "0"], r"roll-back: needs .*; --save-every 50 works"
+    ),
     "other flags": (["--lr", "0.5", *RESUME], r"--lr 0.5: differs from .* 1e-06"),
     "reward of two scores": (["--reward", "model:{tmp}/two"], r"--reward model:/.*two: must have a scalar head"),
     "policy is a reward model": (["--model", "{tmp}/rm"], r"--model .*rm: must be a causal LM, and is .*of 1 label"),
@@ -131,6 +149,9 @@ PPO = {
     "lambda": (["--gae-lambda", "-0.1"], r"--gae-lambda -0.1: must be from 0 to 1; 0.95 works"),
     "no responses": (["--group-size", "0"], r"--group-size 0: must be above 0; the default is 1"),
     "minibatch": (["--minibatch-size", "15"], r"--minibatch-size 15: must divide .* 32 responses.*; 16 works"),
+    "one optimizer step": (
+        ["--max-kl", "0.1", "--minibatch-size", "32"], r"--max-kl 0.1: has no effect with one .*-epochs 2 works"
+    ),
     "critic's rate": (["--critic-lr", "-1"], r"--critic-lr -1.0: must not be below 0; the default is 1e-05"),
 }  # fmt: skip
 

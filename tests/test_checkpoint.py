@@ -15,6 +15,7 @@ from utils.metrics import read_jsonl
 from utils.models import load_policy, load_tokenizer
 
 ARGS = {"lr": 0.1, "seed": 1, "train_files": "a.parquet", "num_steps": 4, "max_tokens_per_gpu": 10}
+ARGS |= {"max_kl": 0.2, "min_entropy": 0.1}
 DATA = {"train-files": "abc"}
 
 
@@ -27,7 +28,8 @@ def run_dir(tmp_path, process_group):
         (folder / "state.json").write_text(json.dumps({"step": step, "args": ARGS, "data": DATA, "files": {}}))
     (tmp_path / "checkpoints/step_11.tmp").mkdir()
     lines = [json.dumps({"step": step, "x": step}) for step in range(12)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 12, "x')
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).write_text("\n".join(lines) + '\n{"step": 12, "x')
     return tmp_path
 
 
@@ -37,7 +39,8 @@ def reopen(run_dir, resume, args=ARGS, data=DATA):
 
 def test_auto_takes_the_newest_whole_checkpoint_and_cuts_the_log_back(run_dir):
     assert reopen(run_dir, "auto") == (run_dir / "checkpoints/step_10", 10)  # by number, not by name
-    assert [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")] == list(range(11))
+    for name in ("metrics.jsonl", "events.jsonl"):
+        assert [row["step"] for row in read_jsonl(run_dir / name)] == list(range(11))
 
 
 def test_resuming_an_earlier_one_puts_the_later_ones_aside(run_dir):
@@ -55,6 +58,9 @@ def test_auto_without_a_checkpoint_starts_afresh(tmp_path, process_group):
 
 def test_fault_44_what_may_change_and_what_may_not(run_dir):
     assert reopen(run_dir, "auto", {**ARGS, "num_steps": 9, "max_tokens_per_gpu": 99})[1] == 10
+    assert reopen(run_dir, "auto", {**ARGS, "min_entropy": 0.3})[1] == 10  # an event more or less
+    with pytest.raises(ValueError, match=r"--max-kl 0.1: differs from the resumed run's 0.2"):
+        reopen(run_dir, "auto", {**ARGS, "max_kl": 0.1})
     with pytest.raises(ValueError, match=r"--seed 2: differs from the resumed run's 1"):
         reopen(run_dir, "auto", {**ARGS, "seed": 2})
     with pytest.raises(ValueError, match=r"--num-steps 9: differs"):  # it would bend the schedule

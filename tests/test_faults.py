@@ -88,7 +88,7 @@ MARKUP = """[\\s$€£*_`"'(\\[]*+(?:\\\\boxed\\{|\\\\\\(|\\\\\\$)?+[\\s$]*+\n""
 UIDS = "step_uids(len(data), args.seed, step, args.prompts_per_step)[rank * P"
 LOAD = "dcp.load(_state_of(parts), "
 LOAD_WEIGHTS = 'dcp.load({name: {"model": state["model"]} for name, state in _state_of(parts).items()}, '
-KL_COEF = 'kl_coef = load_checkpoint(checkpoint, parts)["kl_coef"]'
+STATE = "state |= load_checkpoint(checkpoint, parts)"
 
 # number -> ways to put the fault in: the test file that must see it, then replacements (file, old, new)
 FAULTS: dict[int, list[tuple]] = {
@@ -212,7 +212,7 @@ FAULTS: dict[int, list[tuple]] = {
         ("test_runs.py", (GRPO, UIDS, UIDS.replace("step,", "step - bool(done),"))),
         ("test_runs.py", (GRPO, UIDS, UIDS.replace("step,", "step - done,"))),
         ("test_runs.py", (CHECKPOINT, LOAD, LOAD_WEIGHTS)),
-        ("test_ppo_runs.py", (PPO, KL_COEF, "load_checkpoint(checkpoint, parts)")),
+        ("test_ppo_runs.py", (PPO, STATE, "load_checkpoint(checkpoint, parts)")),
         ("test_data.py", (DATA, 'np.random.default_rng(seed_for("epoch_order", seed, epoch))', "np.random")),
         ("test_data.py", (DATA, "[int(epoch_order(n, seed, i // n)[i % n])",
                           "[int(epoch_order(n, seed, start // n)[i % n])")),

@@ -35,15 +35,17 @@ MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what wa
     "run_dir", "resume", "num_steps", "num_epochs", "save_every", "keep_checkpoints", "checksums", "eval_every",
     "export_hf", "max_tokens_per_gpu", "activation_checkpointing", "compile", "offload", "dry_run", "sleep",
     "kv_cache_gib", "max_num_seqs", "tensor_parallel_size", "reward_timeout_s", "reward_workers", "record",
-    "replay", "verify_sync", "hang_timeout_s",
+    "replay", "verify_sync", "hang_timeout_s", "max_reward_std", "grad_norm_bound", "min_entropy",
+    "max_truncated_frac",
 }  # fmt: skip
 
 
 def open_run(run_dir: Path, resume: str, args: dict, data: dict, script: str) -> tuple[Path | None, int]:
     """Create or re-enter the run folder and record what runs; returns the checkpoint to resume from, and its step.
 
-    Writes args.json, command.txt, env.txt and code/. On resume cuts metrics.jsonl and rollouts.jsonl back to the step,
-    and renames checkpoints beyond it. Args: args: flag values; data: fingerprints by the name of their flag.
+    Writes args.json, command.txt, env.txt and code/. On resume cuts metrics.jsonl, events.jsonl and rollouts.jsonl back
+    to the step, and renames checkpoints beyond it.
+    Args: args: flag values; data: fingerprints by the name of their flag.
     Raises: ValueError for a used folder without --resume, a missing checkpoint, or flags or data that may not change.
     """
     found = None, 0
@@ -60,6 +62,11 @@ def _step_of(folder: Path) -> int:
     """N of a whole checkpoint's folder step_N, else -1 (one being written, or left behind by a resume)."""
     number = folder.name.removeprefix("step_")
     return int(number) if number.isdigit() else -1
+
+
+def saved_in(run_dir: Path) -> list[Path]:
+    """The whole checkpoints of a run, the newest last."""
+    return sorted((p for p in run_dir.glob("checkpoints/step_*") if _step_of(p) >= 0), key=_step_of)
 
 
 def _checked(checkpoint: Path, saved: list[Path]) -> dict:
@@ -94,7 +101,7 @@ def _digest(path: Path) -> str:
 
 def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tuple[Path | None, int]:
     checkpoint, step = None, 0
-    saved = sorted((p for p in run.glob("checkpoints/step_*") if _step_of(p) >= 0), key=_step_of)
+    saved = saved_in(run)
     if resume == "auto":
         checkpoint = saved[-1] if saved else None
     elif resume:
@@ -127,7 +134,7 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
             shutil.rmtree(f"{abandoned}.old", ignore_errors=True)
             abandoned.rename(f"{abandoned}.old")
     run.mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "events.jsonl", "rollouts.jsonl"):
         cut_jsonl(run / name, step if checkpoint is not None else -1)
     (run / "args.json").write_text(json.dumps(args, indent=2) + "\n")
     with (run / "command.txt").open("a") as file:
@@ -154,7 +161,7 @@ def save_checkpoint(
     """Write checkpoints/step_N (collective); None where it could not be written (a full disk), which is said.
 
     Earlier checkpoints stay as they are until the new one is whole; then all but the newest --keep-checkpoints go.
-    Args: state: what else a step hands to the next one (a KL coefficient), as JSON.
+    Args: state: what else a step hands to the next one (a factor on the learning rates), as JSON.
     """
     final = run_dir / "checkpoints" / f"step_{step}"
     aside = final.with_name(f"{final.name}.tmp")
@@ -192,7 +199,7 @@ def save_checkpoint(
         error = str(caught).strip().splitlines()[-1]
     failed = [e for e in all_gather(error) if e]
     if dist.get_rank() == 0:
-        saved = sorted((p for p in final.parent.glob("step_*") if _step_of(p) >= 0), key=_step_of)
+        saved = saved_in(run_dir)
         if failed:
             shutil.rmtree(aside, ignore_errors=True)
             free, newest = shutil.disk_usage(run_dir).free / 2**30, saved[-1] if saved else "none"

@@ -4,6 +4,7 @@ Keys are `family/quantity[_stat]`, families rollout reward policy value rm optim
 """
 
 import json
+import math
 import os
 import resource
 import time
@@ -186,12 +187,20 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def _finite(value):
+    """A JSON value with null for every float that is not finite, at any depth."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def append_jsonl(path: Path, *rows: dict) -> None:
     """Append one JSON object a line. Non-finite floats are written as null: JSON has none."""
     with path.open("a") as file:
         for row in rows:
-            clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in row.items()}
-            file.write(json.dumps(clean) + "\n")
+            file.write(json.dumps(_finite(row)) + "\n")
 
 
 def read_jsonl(path: Path) -> list[dict]:

@@ -1,5 +1,6 @@
 """Load a Hugging Face model onto FSDP2 shards: configuration, tokenizer, weights, and what is refused of each."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from utils.dist import fail_together, seed_for, stop
+from utils.dist import fail_together, seed_for
 from utils.forward import PolicyModel, ScalarModel
 
 LOGIT_KNOBS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
@@ -236,22 +237,24 @@ def _load(
 Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # what is trained, by name: "policy", "critic"
 
 
-def optimizer_step(parts: Parts, rates: dict[str, float], max_grad_norm: float, step: int) -> dict[str, torch.Tensor]:
+def optimizer_step(
+    parts: Parts, rates: dict[str, float], max_grad_norm: float, check: Callable, apply: bool = True
+) -> dict[str, torch.Tensor]:
     """Clip each part's gradient, step its optimizer at its rate, zero the gradient; returns the norms before clipping.
 
-    Ends the run, before anything is updated, where a norm is not finite.
+    Args: check: called with the norms before anything is updated, on every rank; it ends the run where they are not
+        finite. apply: False: the optimizers make no step.
     """
     norms = {  # over DTensors this is the norm of the whole gradient, not of this rank's shards
         name: nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor()
         for name, (model, _) in parts.items()
     }
-    if not torch.stack([*norms.values()]).isfinite().all():
-        found = ", ".join(f"{norm.item()} ({name})" for name, norm in norms.items())
-        stop(f"the gradient norm of step {step} is {found}; nothing was updated by it")
+    check(norms)
     for name, (_, optimizer) in parts.items():
         for group in optimizer.param_groups:
             group["lr"] = rates[name]
-        optimizer.step()
+        if apply:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return norms
 

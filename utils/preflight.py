@@ -14,12 +14,14 @@ def flag(name: str, flags: dict) -> str:
 
 POSITIVE = (  # names in any script
     "num_epochs prompts_per_step pairs_per_step group_size max_prompt_len max_response_len max_num_seqs "
-    "reward_workers reward_timeout_s update_epochs max_grad_norm max_tokens_per_gpu correction_cap kl_target kl_horizon"
+    "reward_workers reward_timeout_s update_epochs max_grad_norm max_tokens_per_gpu correction_cap kl_target "
+    "kl_horizon kl_lr_decay"
 )
 NOT_NEGATIVE = (
     "num_steps save_every keep_checkpoints eval_every minibatch_size lr critic_lr warmup_steps critic_warmup_steps "
     "weight_decay clip_low clip_high dual_clip value_clip entropy_coef kl_coef centring_coef score_clip "
-    "missing_eos_penalty verify_sync hang_timeout_s kv_cache_gib"
+    "missing_eos_penalty verify_sync hang_timeout_s max_kl max_reward_std grad_norm_bound min_entropy "
+    "max_truncated_frac kv_cache_gib"
 )
 
 
@@ -47,6 +49,8 @@ def check_flags(flags: dict, default: dict, idle: list[tuple[str, bool, str]]) -
         ("--save-every 0", flags["save_every"] == 0, "keep_checkpoints checksums"),
         ("no --val-files", not flags["val_files"], "eval_every eval_reward"),
         ("--rollout-correction none", flags.get("rollout_correction") == "none", "correction_cap"),
+        ("--max-kl 0", flags.get("max_kl") == 0, "on_max_kl kl_lr_decay"),
+        (f"--on-max-kl {flags.get('on_max_kl')}", flags.get("on_max_kl") != "lower-lr", "kl_lr_decay"),
         ("--replay, which makes no rollouts", bool(flags.get("replay")), "record"),
     ]
     for cause, is_idle, names in everywhere + idle:
@@ -73,6 +77,21 @@ def check_minibatch(flags: dict) -> None:
         raise ValueError(
             f"{flag('minibatch_size', flags)}: must divide the step's {responses} responses "
             f"(--prompts-per-step x --group-size); {near} works"
+        )
+
+
+def check_guards(flags: dict) -> None:
+    """Bounds that cannot be crossed, and actions without what they take. Raises: ValueError."""
+    for name, works in (("kl_lr_decay", 0.1), ("max_truncated_frac", 0.5)):
+        if flags[name] >= 1:
+            raise ValueError(f"{flag(name, flags)}: is a share, and must be below 1; {works} works")
+    if flags["on_max_kl"] == "roll-back" and flags["save_every"] == 0:
+        raise ValueError("--on-max-kl roll-back: needs checkpoints, and --save-every is 0; --save-every 50 works")
+    responses = flags["prompts_per_step"] * flags["group_size"]
+    if flags["max_kl"] and flags["update_epochs"] == 1 and flags["minibatch_size"] in (0, responses):
+        raise ValueError(
+            f"{flag('max_kl', flags)}: has no effect with one optimizer step per batch, before which the KL to the "
+            "policy that sampled it is 0; --update-epochs 2 works, or a smaller --minibatch-size"
         )
 
 

@@ -4,6 +4,7 @@ The forward is transformers' own, over right-padded rows or over one row at a ti
 optimizer is torch's AdamW. Per-token quantities are lists with one tensor per response.
 """
 
+import copy
 import hashlib
 import math
 
@@ -140,15 +141,29 @@ def value_terms(s, value, before, target):
     return torch.stack(errors).max(0).values / 2
 
 
-def apply(learners, rates, s, first, norms):
-    """Clip and step every learner; the gradients of the run's first optimizer step are kept in `first`."""
+def apply(learners, rates, s, first, norms, update=True):
+    """Clip and step every learner; the gradients of the run's first optimizer step are kept in `first`.
+
+    update=False: the gradient is measured and left out.
+    """
     for name, (model, optimizer) in learners.items():
         if name not in first:
             first[name] = {n: p.grad.clone() for n, p in model.named_parameters()}
         norms[name].append(torch.nn.utils.clip_grad_norm_(model.parameters(), s["max_grad_norm"]).item())
         optimizer.param_groups[0]["lr"] = rates[name]
-        optimizer.step()
+        if update:
+            optimizer.step()
         optimizer.zero_grad()
+
+
+def states(parts):
+    """A copy of weights and optimizers."""
+    return copy.deepcopy([part.state_dict() for pair in parts.values() for part in pair])
+
+
+def restore(parts, saved):
+    for part, state in zip((part for pair in parts.values() for part in pair), saved, strict=True):
+        part.load_state_dict(copy.deepcopy(state))
 
 
 def adamw(model, s):
@@ -162,6 +177,7 @@ def train_policy(s, batches, policy, reference=None, critic=None, padded=True):
     """
     T, coef, figures, first = s["temperature"], s["kl_coef"], [], {}
     parts = {"policy": adamw(policy, s)} | ({"critic": adamw(critic, s)} if critic else {})
+    factor, saved = 1.0, None
     for step, rows in enumerate(batches, 1):
         judged = [row["judged"] for row in rows]
         frozen = s.get("critic_warmup_steps", 0)
@@ -178,18 +194,20 @@ def train_policy(s, batches, policy, reference=None, critic=None, padded=True):
             else:
                 advantages = group_advantages(s, rows, old)
         sums, norms, seen = dict.fromkeys(("loss", "clipped", "entropy", "kl", "value"), 0.0), {n: [] for n in parts}, 0
+        left_out = False
         for epoch in range(s["update_epochs"]):
             order = np.random.default_rng(seed_for("minibatch", s["seed"], step, epoch)).permutation(len(rows))
             for chosen in order.reshape(-1, s["minibatch_size"] or len(rows)):
                 chosen = [i for i in chosen if keep[i]]
                 tokens, loss, value_loss = sum(len(old[i]) for i in chosen), 0.0, 0.0
-                if tokens == 0:
+                if tokens == 0 or left_out:
                     continue
-                new = [rows[i] for i in chosen]
+                moved, new = 0.0, [rows[i] for i in chosen]
                 new_logprobs, entropy = logprobs(policy, new, T, padded)
                 new_values = scalars(critic, new, padded)[0] if critic else new_logprobs
                 for i, lp, h, v in zip(chosen, new_logprobs, entropy, new_values, strict=True):
                     ratio = (lp - old[i]).exp()
+                    moved += (ratio - 1 - (lp - old[i])).sum().item() / tokens
                     term, clipped = policy_terms(s, ratio, advantages[i])
                     term = term * weights[i]
                     loss = loss + term.sum() - s.get("entropy_coef", 0.0) * h.sum()
@@ -208,13 +226,21 @@ def train_policy(s, batches, policy, reference=None, critic=None, padded=True):
                     (loss / tokens).backward()
                 if critic:
                     (value_loss / tokens).backward()
-                apply({n: parts[n] for n in rates}, rates, s, first, norms)
+                crossed = 0 < s["max_kl"] < moved
+                left_out = crossed and s["on_max_kl"] != "lower-lr"
+                lowered = {n: factor * rate for n, rate in rates.items()}
+                apply({n: parts[n] for n in rates}, lowered, s, first, norms, not left_out)
+                if crossed and s["on_max_kl"] == "lower-lr":
+                    factor *= 1 - s["kl_lr_decay"]
+                if crossed and s["on_max_kl"] == "roll-back":
+                    restore(parts, saved)
+        saved = states(parts)
         row = {"reward/score": np.mean([r["score"] for r in rows if r["judged"]]), **audit(old, rows)}
         if "policy" in rates:
             row |= {
                 "policy/loss": sums["loss"] / seen, "policy/clip_frac": sums["clipped"] / seen,
                 "policy/entropy": sums["entropy"] / seen, "optim/grad_norm": np.mean(norms["policy"]),
-                "optim/lr": rates["policy"],
+                "optim/lr": factor * rates["policy"],
             }  # fmt: skip
         if critic:
             row |= {"value/loss": sums["value"] / seen, "optim/critic_grad_norm": np.mean(norms["critic"])}

@@ -30,6 +30,7 @@ OPTIMIZER |= {"num_steps": 2, "seed": 1}
 POLICY = OPTIMIZER | {
     "prompts_per_step": 8, "group_size": 4, "minibatch_size": 16, "update_epochs": 2, "temperature": T,
     "clip_low": 0.1, "clip_high": 0.3, "rollout_correction": "none", "correction_cap": 2.0, "kl_coef": 0.5,
+    "max_kl": 0.0, "on_max_kl": "stop-epoch", "kl_lr_decay": 0.1,
 }  # fmt: skip
 GRPO = POLICY | {"scale_advantages": True, "kl_estimator": "k3"}
 PPO = POLICY | {
@@ -39,6 +40,12 @@ PPO = POLICY | {
     "missing_eos_penalty": 0.3,
 }  # fmt: skip
 REWARD_MODEL = OPTIMIZER | {"pairs_per_step": 8, "centring_coef": 0.01}
+# Each crosses its bound: going back, at the end of step 2, to the weights after step 1, or after the critic's first.
+GUARDS = {
+    "stop-epoch": {"max_kl": 0.5},
+    "lower-lr": {"max_kl": 0.1, "on_max_kl": "lower-lr", "kl_lr_decay": 0.5},
+    "roll-back": {"on_max_kl": "roll-back", "save_every": 1},
+}
 LOSSES = {
     "grpo_fsdp": {
         "base": GRPO,
@@ -52,6 +59,9 @@ LOSSES = {
         "seq-mask": GRPO | {"rollout_correction": "seq-mask", "correction_cap": 1.2},
         "few": GRPO | {"prompts_per_step": 4, "group_size": 2, "minibatch_size": 2, "update_epochs": 1},
         "untied": GRPO | {"model": "untied", "ref_model": "untied ref"},
+        "stop-epoch": GRPO | GUARDS["stop-epoch"],
+        "lower-lr": GRPO | GUARDS["lower-lr"],
+        "roll-back": GRPO | GUARDS["roll-back"] | {"max_kl": 2.5, "lr_schedule": "constant", "warmup_steps": 2},
     },
     "ppo_fsdp": {
         "base": PPO,
@@ -70,6 +80,9 @@ LOSSES = {
         "critic first": PPO | {"critic_warmup_steps": 1},
         "token-tis": PPO | {"rollout_correction": "token-tis", "correction_cap": 1.2},
         "seq-mask": PPO | {"rollout_correction": "seq-mask", "correction_cap": 1.2},
+        "stop-epoch": PPO | GUARDS["stop-epoch"],
+        "lower-lr": PPO | GUARDS["lower-lr"],
+        "roll-back": PPO | GUARDS["roll-back"] | {"max_kl": 0.02, "critic_warmup_steps": 1},
         "few": PPO | {"prompts_per_step": 4, "group_size": 1, "minibatch_size": 1, "update_epochs": 1},
     },
     "reward_model_bt": {
@@ -176,6 +189,7 @@ def settings_of(folder, script, s):
         return {k: v for k, v in s.items() if k != "pairs"} | files | {"train_files": pairs_of(folder, s)}
     files |= {"replay": rollouts_of(folder, s), "reward": "tiny"}
     files |= {"ref_model": folder / s.get("ref_model", "ref")} if s["kl_coef"] else {}
+    files |= {"save_every": s.get("save_every", 0)}
     return s | files | ({"critic_model": folder / "critic"} if script == "ppo_fsdp" else {})
 
 
@@ -320,6 +334,17 @@ def micro_batches(out):
 @pytest.mark.parametrize("script, loss", [case for case in EVERY if case not in KL])
 def test_every_loss(ran, plain, ranks, script, loss):
     check(ran, plain, ranks, script, loss)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("loss, steps", [("stop-epoch", {1, 2}), ("lower-lr", {1}), ("roll-back", {2})])
+@pytest.mark.parametrize("script", ["grpo_fsdp", "ppo_fsdp"])
+def test_the_rows_of_guards_cross_their_bound(ran, ranks, script, loss, steps):
+    events = ran(ranks, script, loss, "uneven").with_suffix("") / "events.jsonl"
+    rows = [json.loads(line) for line in events.read_text().splitlines()]
+    assert {row["action"] for row in rows} == {loss} and {row["step"] for row in rows} == steps
+    assert all(row["value"] > row["bound"] for row in rows)
+    assert len({(row["step"], row["reason"]) for row in rows}) == len(rows), "written by one rank"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -23,7 +23,12 @@ dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: N
 
 def run(script: str, flags: list[str], out: str) -> None:
     module, tensors, held = importlib.import_module(script), {}, []
-    step, plan = module.optimizer_step, module.plan_together
+    step, plan, back = module.optimizer_step, module.plan_together, getattr(module, "roll_back", None)
+
+    def keep_weights(parts):
+        for part, (model, _) in parts.items():
+            for name, p in model.named_parameters():
+                tensors[f"weight/{part}/{hf_name(name)}"] = p.detach().full_tensor().clone()
 
     def spied_step(parts, *args):
         for part, (model, _) in parts.items():
@@ -31,19 +36,22 @@ def run(script: str, flags: list[str], out: str) -> None:
                 if (key := f"gradient/{part}/{hf_name(name)}") not in tensors:
                     tensors[key] = p.grad.full_tensor().clone()
         norms = step(parts, *args)
-        for part, (model, _) in parts.items():
-            for name, p in model.named_parameters():
-                tensors[f"weight/{part}/{hf_name(name)}"] = p.detach().full_tensor().clone()
+        keep_weights(parts)
         return norms
+
+    def spied_back(run_dir, resumed, parts, step):
+        state = back(run_dir, resumed, parts, step)
+        keep_weights(parts)
+        return state
 
     def spied_plan(*args):
         parts, tokens = plan(*args)
         held.append([len(part) for part in parts])
         return parts, tokens
 
-    module.optimizer_step, module.plan_together = spied_step, spied_plan
+    module.optimizer_step, module.plan_together, module.roll_back = spied_step, spied_plan, spied_back
     module.main(tyro.cli(module.Args, args=flags))
-    module.optimizer_step, module.plan_together = step, plan
+    module.optimizer_step, module.plan_together, module.roll_back = step, plan, back
     everyone = all_gather(held)
     if dist.get_rank() == 0:
         save_file(tensors, out)
