@@ -13,8 +13,8 @@ from workers.scoring_ranks import Replay
 
 from hybrid_engine import Rollout
 from utils import tiny
-from utils.checkpoint import export_hf
 from utils.data import PromptData, encode_prompt
+from utils.export import export_hf
 from utils.metrics import Metrics, read_jsonl
 from utils.models import load_scalar, load_tokenizer, same_vocabulary
 from utils.preferences import encode_response

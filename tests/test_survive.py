@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,8 @@ def folder(tmp_path_factory):
 def start(folder, script, name, *more, ranks=1) -> subprocess.Popen:
     """A run on recorded rollouts that saves every step, in a process group of its own."""
     policy = script != "reward_model_bt"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--shutdown-timeout", 600]
+    launcher = launcher if ranks > 1 else []
     command = [
         sys.executable, *launcher, ROOT / f"{script}.py", "--run-dir", folder / name, "--model", folder / "model",
         "--train-files", folder / f"data/{'train' if policy else 'train_pairs'}.parquet", "--num-steps", STEPS,
@@ -66,14 +68,13 @@ def same_end(folder, name, straight):
 
 @pytest.fixture(scope="module")
 def straight(folder):
-    """Of each script, once."""
-    done = {}
+    """Of each script and number of ranks, once."""
 
-    def get(script):
-        if script not in done:
-            done[script] = f"straight_{script}"
-            finish(folder, start(folder, script, done[script]), done[script])
-        return done[script]
+    @cache
+    def get(script, ranks=1):
+        name = f"straight_{script}_{ranks}"
+        finish(folder, start(folder, script, name, ranks=ranks), name)
+        return name
 
     return get
 
@@ -138,3 +139,20 @@ def test_sigterm_finishes_the_step_saves_and_ends(folder, straight, script):
     assert f"stopped by SIGTERM after step {last} of {STEPS}; --resume auto" in (folder / f"{name}.log").read_text()
     finish(folder, start(folder, script, name, "--resume", "auto"), name)
     same_end(folder, name, straight(script))
+
+
+def test_sigterm_to_torchrun_finishes_the_step_on_every_rank(folder, straight):
+    """torchrun hands the signal on, once, and waits for --shutdown-timeout."""
+    name = "stopped_ranks"
+    process = start(folder, "grpo_fsdp", name, "--save-every", 1000, ranks=2)
+    wait_for(folder, name, 3, process)
+    process.terminate()
+    assert process.wait(timeout=120) != 0  # torchrun's own word for having been stopped
+    last = rows(folder / name)[-1]["step"]
+    assert 3 <= last < STEPS and not (folder / name / "hf").exists()
+    assert [p.name for p in (folder / name / "checkpoints").iterdir()] == [f"step_{last}"]
+    log = (folder / f"{name}.log").read_text()
+    assert log.count(f"stopped by SIGTERM after step {last} of {STEPS}; --resume auto") == 1, log[-3000:]
+    assert "ChildFailedError" not in log and "SIGKILL" not in log, log[-3000:]
+    finish(folder, start(folder, "grpo_fsdp", name, "--resume", "auto", ranks=2), name)
+    same_end(folder, name, straight("grpo_fsdp", 2))

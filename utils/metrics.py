@@ -182,12 +182,27 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+_unwritten: dict[Path, list[str]] = {}  # lines that a full disk did not take
+
+
 def append_jsonl(path: Path, *rows: dict) -> None:
-    """Append one JSON object a line. Non-finite floats are written as null: JSON has none."""
-    with path.open("a") as file:
-        for row in rows:
-            clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in row.items()}
-            file.write(json.dumps(clean) + "\n")
+    """Append one JSON object a line. Non-finite floats are written as null: JSON has none.
+
+    Lines that cannot be written (a full disk) are kept, which is said, and written before those of the next call.
+    """
+    lines = _unwritten.pop(path, [])
+    for row in rows:
+        clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in row.items()}
+        lines.append(json.dumps(clean) + "\n")
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a") as file:
+            file.writelines(lines)
+    except OSError as error:
+        if path.exists():
+            os.truncate(path, size)  # no half a line, which would end the file for its readers
+        _unwritten[path] = lines
+        print(f"{path}: {len(lines)} line(s) NOT WRITTEN ({error}); kept, and tried again with the next", flush=True)
 
 
 def read_jsonl(path: Path) -> list[dict]:

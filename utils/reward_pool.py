@@ -43,7 +43,7 @@ def _judge(rewards: list, response: str, row: dict) -> Score:
     for name, weight, function in rewards:
         try:
             result = function(response, row)
-        except (Exception, SystemExit) as error:  # reported as this response's error
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: reported as this response's error
             return Score(0.0, "exception", f"{name}: {describe(error)}")
         if result is None:
             return Score(0.0, "unjudged", f"{name}: returned None")
@@ -51,10 +51,10 @@ def _judge(rewards: list, response: str, row: dict) -> Score:
             if isinstance(result, str | bytes):  # float() would read "1", but such a return is a mistake
                 raise TypeError
             value = float(result)  # takes bool, numpy and one-element tensors too
-        except (TypeError, ValueError):
-            return Score(0.0, "type", f"{name}: returned {type(result).__name__}, not a number")
         except OverflowError:
             value = math.inf
+        except Exception:  # of a __float__ of its own: torch raises RuntimeError for two elements
+            return Score(0.0, "type", f"{name}: returned {type(result).__name__}, not a number")
         total += weight * value
         if not math.isfinite(total):
             return Score(0.0, "nonfinite", f"{name}: returned {value}")
