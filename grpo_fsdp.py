@@ -568,6 +568,7 @@ def main(args: Args) -> None:
             metrics.add(key, value)
         metrics.add("reward/score", (scores_B * judged_B).sum(), judged_B.sum())
         metrics.add("reward/error_frac", (~judged_B).sum(), B)
+        metrics.add("reward/timeout_frac", scorer.num_timeouts, B)
         metrics.add("rollout/response_len", lengths_B.sum(), B)
         metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
         metrics.lap("log", device)

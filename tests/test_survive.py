@@ -34,15 +34,14 @@ def folder(tmp_path_factory):
 def start(folder, script, name, *more, ranks=1) -> subprocess.Popen:
     """A run on recorded rollouts that saves every step, in a process group of its own."""
     policy = script != "reward_model_bt"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--shutdown-timeout", 600]
-    launcher = launcher if ranks > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
     command = [
         sys.executable, *launcher, ROOT / f"{script}.py", "--run-dir", folder / name, "--model", folder / "model",
         "--train-files", folder / f"data/{'train' if policy else 'train_pairs'}.parquet", "--num-steps", STEPS,
         "--lr", 3e-4, "--max-prompt-len", 16, "--max-response-len", 12, "--save-every", 1, "--keep-checkpoints", 2,
         *SCRIPTS[script], *(["--replay", GOLDEN / "rollouts"] if policy else []), *more,
     ]  # fmt: skip
-    env = user_env(OMP_NUM_THREADS="1", TEST_RUN=str(folder / name))
+    env = user_env(OMP_NUM_THREADS="1", TEST_RUN=str(folder / name), TORCH_ELASTIC_SHUTDOWN_TIMEOUT="600")
     log = (folder / f"{name}.log").open("a")
     return subprocess.Popen(map(str, command), cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
 
@@ -142,7 +141,7 @@ def test_sigterm_finishes_the_step_saves_and_ends(folder, straight, script):
 
 
 def test_sigterm_to_torchrun_finishes_the_step_on_every_rank(folder, straight):
-    """torchrun hands the signal on, once, and waits for --shutdown-timeout."""
+    """torchrun hands the signal on, once, and then waits for them."""
     name = "stopped_ranks"
     process = start(folder, "grpo_fsdp", name, "--save-every", 1000, ranks=2)
     wait_for(folder, name, 3, process)

@@ -91,6 +91,7 @@ class Replay:
     def __init__(self, folder: str, device: torch.device):
         self.folder, self.device = Path(folder), device
         self._scores: dict[int, float] = {}
+        self.num_timeouts = 0  # why a recorded response has no score is not recorded
 
     def rollout(self, source: PromptData, uids: list[int], n: int, step: int, sampling: Sampling) -> list[Rollout]:
         """The responses that were recorded for these prompts at this step."""
