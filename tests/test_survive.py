@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, user_env
+from conftest import ROOT, run, user_env
 from safetensors.numpy import load_file
 from test_golden import GOLDEN, SCRIPTS
 from test_runs import rows
@@ -155,3 +155,23 @@ def test_sigterm_to_torchrun_finishes_the_step_on_every_rank(folder, straight):
     assert "ChildFailedError" not in log and "SIGKILL" not in log, log[-3000:]
     finish(folder, start(folder, "grpo_fsdp", name, "--resume", "auto", ranks=2), name)
     same_end(folder, name, straight("grpo_fsdp", 2))
+
+
+def test_sigterm_ends_what_a_rank_has_forked():
+    """Else a pool that ends its workers would wait for one that only notes the signal."""
+    script = """
+import os, signal, time
+from utils.dist import finish_on_sigterm
+finish_on_sigterm()
+ready, say = os.pipe()
+if (pid := os.fork()) == 0:
+    os.write(say, b"x")
+    time.sleep(20)
+    os._exit(0)
+os.read(ready, 1)
+os.kill(pid, signal.SIGTERM)
+assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
+os.kill(os.getpid(), signal.SIGTERM)
+print("asked")
+"""
+    assert run([sys.executable, "-c", script]).stdout == "asked\n"
