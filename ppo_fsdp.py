@@ -48,7 +48,7 @@ import tyro
 
 from hybrid_engine import HybridEngine, Sampling, check_engine
 from utils import tiny
-from utils.checkpoint import export_hf, load_checkpoint, open_run, save_checkpoint
+from utils.checkpoint import load_checkpoint, open_run, save_checkpoint
 from utils.data import load_prompts, step_uids
 from utils.dist import (
     asked_to_stop,
@@ -62,13 +62,14 @@ from utils.dist import (
     sum_over_ranks,
     world_mesh,
 )
+from utils.export import export_hf
 from utils.forward import logprobs_of, values_of
 from utils.guards import check_finite, crossed, log_event, mean_over_ranks, note, roll_back
 from utils.memory import ledger, plan_memory
 from utils.metrics import Metrics, Progress, append_jsonl, explained_variance, mismatch, read_jsonl, speed
+from utils.model_files import end_of_sequence_ids
 from utils.models import (
     check_sibling,
-    end_of_sequence_ids,
     load_config,
     load_policy,
     load_scalar,
@@ -822,6 +823,7 @@ def main(args: Args) -> None:
             metrics.add(key, value)
         metrics.add("reward/score", (scores_B * judged_B).sum(), judged_B.sum())
         metrics.add("reward/error_frac", (~judged_B).sum(), B)
+        metrics.add("reward/timeout_frac", scorer.num_timeouts, B)
         metrics.add("rollout/response_len", lengths_B.sum(), B)
         metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
         metrics.lap("log", device)
@@ -855,8 +857,8 @@ def main(args: Args) -> None:
     if stopping and not last and rank == 0:
         what = "--resume auto goes on from there" if args.save_every and saved else "nothing was saved of it"
         print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; {what}")
-    if args.export_hf != "off" and (last or not stopping):
-        export_hf(run_dir / "hf", policy, tokenizer)
+    if args.export_hf != "off" and (last or not stopping) and not export_hf(run_dir / "hf", policy, tokenizer):
+        stop("the run is done and its export is not written; make room, and --resume a checkpoint before the last")
     if rank == 0:
         curves = plot_runs([run_dir], run_dir / "curves.png")
         evals = [row["eval/score"] for row in read_jsonl(run_dir / "metrics.jsonl") if "eval/score" in row]

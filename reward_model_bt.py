@@ -39,7 +39,7 @@ import torch.nn.functional as F
 import tyro
 
 from utils import tiny
-from utils.checkpoint import export_hf, load_checkpoint, open_run, save_checkpoint, set_safe_pad
+from utils.checkpoint import load_checkpoint, open_run, save_checkpoint
 from utils.data import step_uids
 from utils.dist import (
     all_gather,
@@ -52,10 +52,12 @@ from utils.dist import (
     stop,
     world_mesh,
 )
+from utils.export import export_hf, set_safe_pad
 from utils.guards import check_finite, note
 from utils.memory import plan_memory
 from utils.metrics import Metrics, Progress, append_jsonl, read_jsonl
-from utils.models import end_of_sequence_ids, load_config, load_scalar, load_tokenizer, optimizer_step
+from utils.model_files import end_of_sequence_ids
+from utils.models import load_config, load_scalar, load_tokenizer, optimizer_step
 from utils.optim import make_adamw
 from utils.packing import pack, plan_together, to_device
 from utils.plot import plot_runs
@@ -400,8 +402,8 @@ def main(args: Args) -> None:
     if stopping and not last and rank == 0:
         what = "--resume auto goes on from there" if args.save_every and saved else "nothing was saved of it"
         print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; {what}")
-    if args.export_hf != "off" and (last or not stopping):
-        export_hf(run_dir / "hf", model, tokenizer)
+    if args.export_hf != "off" and (last or not stopping) and not export_hf(run_dir / "hf", model, tokenizer):
+        stop("the run is done and its export is not written; make room, and --resume a checkpoint before the last")
     if rank == 0:
         curves = plot_runs([run_dir], run_dir / "curves.png")
         evals = [row for row in read_jsonl(run_dir / "metrics.jsonl") if "eval/accuracy" in row]

@@ -222,11 +222,13 @@ def make_folders(tmp):
     make_folder(tmp, "flat", num_labels=1, score_mean=1.0, score_std=0.0)
     make_folder(tmp, "short", max_position_embeddings=20)
     make_folder(tmp, "short_rm", num_labels=1, max_position_embeddings=20)
-    make_folder(tmp, "wide", tokenizer=make_tokenizer("one more"))
+    make_folder(tmp, "wide", vocab_size=262, tokenizer=make_tokenizer("one more"))
     make_folder(tmp, "plain", without=["chat*"], tokenizer=make_tokenizer(chat_template=None))
-    make_folder(tmp, "wide_rm", 1, without=["chat*"], tokenizer=make_tokenizer("one more", chat_template=None))
+    other = make_tokenizer("one more", chat_template=None)
+    make_folder(tmp, "wide_rm", 1, without=["chat*"], vocab_size=262, tokenizer=other)
     make_folder(tmp, "endless", tokenizer=make_tokenizer(eos_token=None))
-    make_folder(tmp, "endless_rm", num_labels=1, tokenizer=make_tokenizer("one more", eos_token=None))
+    other = make_tokenizer("one more", eos_token=None)
+    make_folder(tmp, "endless_rm", num_labels=1, vocab_size=262, tokenizer=other)
     every = tiny.EOS + tiny.PAD + tiny.USER + tiny.ASSISTANT  # a template with every special token: none is to spare
     make_folder(tmp, "padless", tokenizer=make_tokenizer(pad_token=tiny.EOS, chat_template=every + tiny.CHAT_TEMPLATE))
 

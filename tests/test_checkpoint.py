@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from conftest import ROOT, make_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from utils import tiny
-from utils.checkpoint import export_hf, open_run, save_checkpoint
-from utils.metrics import read_jsonl
+from utils.checkpoint import open_run, save_checkpoint
+from utils.export import export_hf
+from utils.metrics import append_jsonl, read_jsonl
 from utils.models import load_policy, load_tokenizer
 
 ARGS = {"lr": 0.1, "seed": 1, "train_files": "a.parquet", "num_steps": 4, "max_tokens_per_gpu": 10}
@@ -134,18 +136,51 @@ def test_only_the_newest_are_kept(tmp_path, parts):
     assert saved(tmp_path) == [f"step_{step}" for step in range(11, 17)]
 
 
-def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(tmp_path, parts, capsys):
-    """A limit on the size of files stands in for the disk: the write fails half way."""
-    save(tmp_path, 1, parts, keep=1)
+@contextmanager
+def full_disk(size: int):
+    """A limit on the size of files stands in for it: a write fails half way."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
-        assert save(tmp_path, 2, parts, keep=1) is None
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(tmp_path, parts, capsys):
+    save(tmp_path, 1, parts, keep=1)
+    with full_disk(100_000):
+        assert save(tmp_path, 2, parts, keep=1) is None
     assert re.search(r"step 2: NOT WRITTEN \(.*GiB are free there\).*whole one is .*step_1", capsys.readouterr().out)
     assert saved(tmp_path) == ["step_1"] and reopen(tmp_path, "auto")[1] == 1
     assert save(tmp_path, 3, parts, keep=1) and saved(tmp_path) == ["step_3"]
+
+
+def test_a_full_disk_leaves_no_half_an_export_and_says_so(tmp_path, parts, capsys):
+    policy, tokenizer = parts["policy"][0], tiny.make_tokenizer()
+    save(tmp_path, 1, parts)
+    assert export_hf(tmp_path / "hf", policy, tokenizer)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    with full_disk(100_000):
+        assert not export_hf(tmp_path / "hf", policy, tokenizer)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and re.search(r"hf: NOT WRITTEN \(.*GiB are free there\); checkpoints stay", said[0])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
+    assert not (tmp_path / "hf.tmp").exists() and reopen(tmp_path, "auto")[1] == 1
+    assert export_hf(tmp_path / "hf", policy, tokenizer)
+
+
+def test_a_full_disk_loses_no_line_of_the_log(tmp_path, capsys):
+    log = tmp_path / "metrics.jsonl"
+    append_jsonl(log, {"step": 1})
+    with full_disk(20):
+        append_jsonl(log, {"step": 2, "x": 0.5})
+        append_jsonl(log, {"step": 3})
+    assert read_jsonl(log) == [{"step": 1}] and log.read_text().endswith("}\n"), "half a line is left"
+    said = capsys.readouterr().out.splitlines()
+    assert [re.search(r"metrics.jsonl: (\d) line\(s\) NOT WRITTEN \(", line)[1] for line in said] == ["1", "2"]
+    append_jsonl(log, {"step": 4})
+    assert [row["step"] for row in read_jsonl(log)] == [1, 2, 3, 4] and not capsys.readouterr().out
 
 
 def test_export_keeps_what_the_folder_had(process_group, tmp_path):

@@ -22,6 +22,7 @@ LIMIT_S = 600
 GRPO, PPO, RM, ENGINE = "grpo_fsdp.py", "ppo_fsdp.py", "reward_model_bt.py", "hybrid_engine.py"
 FORWARD, PACKING, SCORING = "utils/forward.py", "utils/packing.py", "utils/scoring.py"
 CHECKPOINT, DATA, REWARDS = "utils/checkpoint.py", "utils/data.py", "utils/rewards.py"
+EXPORT = "utils/export.py"
 
 EQUAL, MODELS = "equivalence/test_equivalence.py", "utils/models.py"
 GRPO_SHARE, PPO_SHARE = ".sum() / num_tokens * world).backward()", "share = world / num_tokens"
@@ -194,7 +195,7 @@ FAULTS: dict[int, list[tuple]] = {
     38: [
         ("test_runs.py", (GRPO, MASK, MASK_BY_VALUE)),
         ("test_runs.py", (GRPO, LENGTH, REAL.replace("PAD", "tokenizer.pad_token_id"))),
-        ("test_reward_model.py", (CHECKPOINT, "tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:",
+        ("test_reward_model.py", (EXPORT, "tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:",
                                   "tokenizer.pad_token_id is None:")),
     ],
     39: [

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 
 from reward_model_bt import held_out_figures, preference_loss, wilson
 from utils import tiny
-from utils.checkpoint import export_hf, set_safe_pad
+from utils.export import export_hf, set_safe_pad
 from utils.models import has_scalar_head, load_config, load_scalar
 from utils.packing import pack
 

@@ -60,6 +60,35 @@ def forks(response, row):
     if "dies" in response:
         os._exit(0)
     time.sleep(1000)
+def bomb(response, row):
+    # 20 sleeping processes, by turns in the worker's session and in one of their own
+    files = [f"{response}_{i}" for i in range(20)]
+    for i, file in enumerate(files):
+        import subprocess
+        if i % 4 < 2:
+            code = f"import os, time; open({file!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
+            subprocess.Popen([sys.executable, "-c", code], start_new_session=i % 2 == 1)
+        elif os.fork() == 0:
+            if i % 2:
+                os.setsid()
+            open(file, "w").write(str(os.getpid()))
+            time.sleep(1000)
+    while not all(os.path.exists(file) and os.path.getsize(file) for file in files):
+        time.sleep(0.01)
+    return batch("hang", row)
+def batch(response, row):
+    if response == "hang":
+        time.sleep(1000)
+    if response == "segfault":
+        import ctypes
+        ctypes.string_at(0)
+    if response == "hog":
+        import numpy
+        rows = [numpy.empty(2**27) for _ in range(9)]  # of one GiB each, which is not filled
+        return float(len(rows))
+    if response.startswith("/"):
+        return bomb(response, row)
+    return 1.0
 def pid(response, row): return os.getpid()
 def light(response, row): return float(not {"torch", "transformers", "numpy"} & set(sys.modules))
 def relative(response, row): return float(os.path.exists("here.txt"))
@@ -305,6 +334,18 @@ def test_what_a_reward_forked_is_killed_too(user, tmp_path, file, error):
     with RewardPool(f"{user}:forks", 1, 1.0 if error == "timeout" else 20.0) as pool:
         assert pool.submit(str(tmp_path / file), ROW).result(10).error == error
         assert_gone(wait_for_pid(tmp_path / file))
+
+
+def test_a_batch_goes_on_whatever_single_calls_do(user, tmp_path):
+    responses = ["", "hang", "segfault", "", "hog", "", str(tmp_path / "bomb"), "", ""]
+    with RewardPool(f"{user}:batch", 2, 5.0) as pool:
+        scores = [future.result(60) for future in [pool.submit(response, ROW) for response in responses]]
+        errors = ["timeout", "died", "exception", "timeout"]
+        assert [score.error for score in scores if score.error] == errors, scores
+        assert [score.value for score in scores] == [float(response == "") for response in responses]
+        assert "status -11" in scores[2].message and "MemoryError" in scores[4].message
+        for i in range(20):
+            assert_gone(wait_for_pid(tmp_path / f"bomb_{i}"))
 
 
 def test_close_kills_everything_and_leaves_no_zombie(user, tmp_path):

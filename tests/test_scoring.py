@@ -13,8 +13,8 @@ from workers.scoring_ranks import Replay
 
 from hybrid_engine import Rollout
 from utils import tiny
-from utils.checkpoint import export_hf
 from utils.data import PromptData, encode_prompt
+from utils.export import export_hf
 from utils.metrics import Metrics, read_jsonl
 from utils.models import load_scalar, load_tokenizer, same_vocabulary
 from utils.preferences import encode_response
@@ -38,8 +38,10 @@ RESPONSES = [
     (4, "16", "16", "stop"),
 ]
 REWARDS = """
+import time
 def length(response, row): return None if "cut" in response else float(len(response))
 def truth(response, row): return float(row["reward_model"]["ground_truth"])
+def slow(response, row): return time.sleep(60) if "cut" in response else 1.0
 """
 
 
@@ -218,6 +220,16 @@ def test_scores_are_brought_to_the_scale_that_config_json_records(world):
     raw = passed_through(world, world.own)
     scorer = world.scorer(f"model:{world.own}:3", normalize=True)
     close(scorer.model_scores(world.rollouts, world.data).tolist(), [3 * (x - 0.3) / 2.5 for x in raw])
+
+
+def test_timeouts_are_counted_among_the_errors(world):
+    scorer = world.scorer(f"{world.tmp}/rewards.py:slow", rollouts=world.rollouts)
+    scorer.pool.timeout_s = 2.0
+    for uids, number in (([0, 2, 3], 1), ([0], 0)):  # of the last call alone
+        rollouts = scorer.rollout(world.data, uids, 2, 1, None)
+        scores = scorer.rule_scores(rollouts, "step 1")
+        assert scores.isnan().sum() == scorer.num_timeouts == number
+    scorer.close()
 
 
 def test_fault_23_rules_are_summed_apart_from_models_and_go_with_their_response(world):

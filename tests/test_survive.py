@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, user_env
+from conftest import ROOT, run, user_env
 from safetensors.numpy import load_file
 from test_golden import GOLDEN, SCRIPTS
 from test_runs import rows
@@ -40,7 +41,7 @@ def start(folder, script, name, *more, ranks=1) -> subprocess.Popen:
         "--lr", 3e-4, "--max-prompt-len", 16, "--max-response-len", 12, "--save-every", 1, "--keep-checkpoints", 2,
         *SCRIPTS[script], *(["--replay", GOLDEN / "rollouts"] if policy else []), *more,
     ]  # fmt: skip
-    env = user_env(OMP_NUM_THREADS="1", TEST_RUN=str(folder / name))
+    env = user_env(OMP_NUM_THREADS="1", TEST_RUN=str(folder / name), TORCH_ELASTIC_SHUTDOWN_TIMEOUT="600")
     log = (folder / f"{name}.log").open("a")
     return subprocess.Popen(map(str, command), cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
 
@@ -66,14 +67,13 @@ def same_end(folder, name, straight):
 
 @pytest.fixture(scope="module")
 def straight(folder):
-    """Of each script, once."""
-    done = {}
+    """Of each script and number of ranks, once."""
 
-    def get(script):
-        if script not in done:
-            done[script] = f"straight_{script}"
-            finish(folder, start(folder, script, done[script]), done[script])
-        return done[script]
+    @cache
+    def get(script, ranks=1):
+        name = f"straight_{script}_{ranks}"
+        finish(folder, start(folder, script, name, ranks=ranks), name)
+        return name
 
     return get
 
@@ -138,3 +138,40 @@ def test_sigterm_finishes_the_step_saves_and_ends(folder, straight, script):
     assert f"stopped by SIGTERM after step {last} of {STEPS}; --resume auto" in (folder / f"{name}.log").read_text()
     finish(folder, start(folder, script, name, "--resume", "auto"), name)
     same_end(folder, name, straight(script))
+
+
+def test_sigterm_to_torchrun_finishes_the_step_on_every_rank(folder, straight):
+    """torchrun hands the signal on, once, and then waits for them."""
+    name = "stopped_ranks"
+    process = start(folder, "grpo_fsdp", name, "--save-every", 1000, ranks=2)
+    wait_for(folder, name, 3, process)
+    process.terminate()
+    assert process.wait(timeout=120) != 0  # torchrun's own word for having been stopped
+    last = rows(folder / name)[-1]["step"]
+    assert 3 <= last < STEPS and not (folder / name / "hf").exists()
+    assert [p.name for p in (folder / name / "checkpoints").iterdir()] == [f"step_{last}"]
+    log = (folder / f"{name}.log").read_text()
+    assert log.count(f"stopped by SIGTERM after step {last} of {STEPS}; --resume auto") == 1, log[-3000:]
+    assert "ChildFailedError" not in log and "SIGKILL" not in log, log[-3000:]
+    finish(folder, start(folder, "grpo_fsdp", name, "--resume", "auto", ranks=2), name)
+    same_end(folder, name, straight("grpo_fsdp", 2))
+
+
+def test_sigterm_ends_what_a_rank_has_forked():
+    """Else a pool that ends its workers would wait for one that only notes the signal."""
+    script = """
+import os, signal, time
+from utils.dist import finish_on_sigterm
+finish_on_sigterm()
+ready, say = os.pipe()
+if (pid := os.fork()) == 0:
+    os.write(say, b"x")
+    time.sleep(20)
+    os._exit(0)
+os.read(ready, 1)
+os.kill(pid, signal.SIGTERM)
+assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
+os.kill(os.getpid(), signal.SIGTERM)
+print("asked")
+"""
+    assert run([sys.executable, "-c", script]).stdout == "asked\n"

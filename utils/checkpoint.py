@@ -1,4 +1,4 @@
-"""The run folder, sharded checkpoints to resume from, and Hugging Face export.
+"""The run folder, and sharded checkpoints to resume from.
 
 A checkpoint is `checkpoints/step_N/`: torch.distributed.checkpoint shards of models and optimizers, and `state.json`,
 which also lists the shards with their sizes. Samples, data order and learning rate are functions of (seed, step), so
@@ -18,18 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import init_empty_weights
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-)
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from utils.dist import all_gather, broadcast, fail_together
 from utils.metrics import cut_jsonl
-from utils.models import Parts, PolicyModel, ScalarModel, hf_name
+from utils.models import Parts
 
 MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what was trained so far
     "run_dir", "resume", "num_steps", "num_epochs", "save_every", "keep_checkpoints", "checksums", "eval_every",
@@ -74,10 +68,13 @@ def _checked(checkpoint: Path, saved: list[Path]) -> dict:
 
     def damage(folder: Path) -> str:
         try:
-            files = json.loads((folder / "state.json").read_text())["files"]
-        except (ValueError, KeyError, OSError) as error:
+            state = json.loads((folder / "state.json").read_text())
+            if lacking := {"step", "args", "data", "files"} - state.keys():
+                return f"its state.json lacks {sorted(lacking)[0]}"
+            files = [(name, size, digest) for name, (size, digest) in state["files"].items()]
+        except (ValueError, TypeError, AttributeError, OSError) as error:  # not JSON, or JSON of another shape
             return f"its state.json does not read ({error})"
-        for name, (size, digest) in files.items():
+        for name, size, digest in files:
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
@@ -246,50 +243,3 @@ def _state_of(parts: Parts) -> dict:
                 state["step"].zero_()
         full[name] = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     return full
-
-
-def set_safe_pad(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, eos_ids: list[int]) -> int:
-    """The pad id an exported reward model can carry, set on the tokenizer too: one that never ends a response.
-
-    transformers reads a score at the last id that differs from the pad id: were that an end-of-sequence id, it would
-    read the token before.
-    Raises: ValueError where there is none.
-    """
-    ends = {*eos_ids, tokenizer.eos_token_id}
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
-        reserved = [
-            token.content
-            for i, token in tokenizer.added_tokens_decoder.items()
-            if token.special
-            and i < config.vocab_size  # transformers gives some tokenizers a token that the model has no row for
-            and i not in {*ends, tokenizer.bos_token_id}
-            and token.content not in (tokenizer.chat_template or "")
-        ]
-        if reserved:
-            tokenizer.pad_token = reserved[0]
-        elif len(tokenizer) < config.vocab_size:  # the embedding has rows that no token uses
-            tokenizer.add_special_tokens({"pad_token": f"<|pad_{len(tokenizer)}|>"})
-        else:
-            raise ValueError(
-                f"--model {tokenizer.name_or_path}: its pad token ({tokenizer.pad_token}) may end a response, and its "
-                "vocabulary has neither a reserved token nor a free id; give its tokenizer a pad_token of its own"
-            )
-    return tokenizer.pad_token_id
-
-
-def export_hf(folder: Path, model: PolicyModel | ScalarModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a folder that the model's auto class (and vLLM) loads, in the dtype it was loaded in (collective)."""
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if dist.get_rank() == 0:
-        dtype = model.saved_dtype
-        with init_empty_weights():
-            shell = model.auto_class.from_config(model.lm.config, dtype=dtype)
-        aside = folder.with_name(f"{folder.name}.tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        shell.save_pretrained(aside, state_dict={hf_name(k): v.to(dtype) for k, v in full.items()})
-        tokenizer.save_pretrained(aside)
-        if model.generation_config_file:  # copied, because transformers refuses to save some that it loads
-            shutil.copyfile(model.generation_config_file, aside / "generation_config.json")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(aside, folder)
-    dist.barrier()

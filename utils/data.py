@@ -42,9 +42,12 @@ def _find_files(files: str | list[str], flag: str) -> list[str]:
         for path in paths:
             if os.path.isdir(path):
                 raise ValueError(f"{flag} {path}: is a folder, and files are wanted; {os.path.join(path, '*.parquet')}")
+            if not os.path.isfile(path):  # a pipe would be waited for without end
+                raise ValueError(f"{flag} {path}: is not a file, and may be read more than once; write it to a file")
         found += [os.path.abspath(path) for path in paths]
-    for path in found:
-        if found.count(path) > 1:
+    real = [os.path.realpath(path) for path in found]
+    for path, target in zip(found, real, strict=True):
+        if real.count(target) > 1:
             raise ValueError(f"{flag}: {path} is named more than once, its rows would count twice; name it once")
     if not found:
         raise ValueError(f"{flag}: names no file; give {works}")
@@ -53,6 +56,9 @@ def _find_files(files: str | list[str], flag: str) -> list[str]:
 
 def _check_columns(schema: pa.Schema, path: str, flag: str, texts: tuple[str, ...]) -> None:
     types = {field.name: field.type for field in schema}
+    for name in schema.names:
+        if schema.names.count(name) > 1:
+            raise ValueError(f"{flag} {path}: column `{name}` is there {schema.names.count(name)} times; keep one")
 
     def is_text(kind: pa.DataType) -> bool:
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -128,13 +134,23 @@ class PromptData:
         """
         row = self.raw_row(uid)
         if row["prompt"] is None:
-            raise ValueError(f"{self.flag} {self.file_of(uid)}: row with uid {uid % len(self)} has no prompt (null)")
+            where = f"{self.flag} {self.file_of(uid)}: row with uid {uid % len(self)}"
+            raise ValueError(f"{where} has no prompt (null); fill it in, or leave the row out")
         return row
 
     def raw_row(self, uid: int) -> dict:
-        """`row`, whatever may be null in it."""
+        """`row`, whatever may be null in it. Raises: ValueError as `row` does, but for a null prompt."""
         index = self._group_of(uid)
-        return self._read(index).slice(uid % len(self) - self._starts[index], 1).to_pylist()[0]
+        row = self._read(index).slice(uid % len(self) - self._starts[index], 1)
+        try:
+            return row.to_pylist()[0]
+        except (
+            ValueError,
+            OverflowError,
+            pa.ArrowException,
+        ) as error:  # not UTF-8, nanoseconds, year 12000
+            where = f"{self.flag} {self.file_of(uid)}: row with uid {uid % len(self)} cannot be read"
+            raise ValueError(f"{where} ({error}); mend it, or leave the row or its column out") from error
 
     def file_of(self, uid: int) -> str:
         """The path of the file that the row is in."""
@@ -151,7 +167,8 @@ class PromptData:
                     table = file.read_row_group(group)
             except (pa.ArrowException, OSError) as error:
                 reason = str(error).splitlines()[0]
-                raise ValueError(f"{self.flag} {path}: row group {group} cannot be read ({reason})") from error
+                rule = "the file is damaged; make it anew"
+                raise ValueError(f"{self.flag} {path}: row group {group} cannot be read ({reason}), {rule}") from error
             self._cache[index] = table
             while len(self._cache) > 1 and sum(table.nbytes for table in self._cache.values()) > CACHE_BYTES:
                 self._cache.popitem(last=False)
@@ -202,11 +219,13 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
         message = message or {}  # one that is null
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise ValueError(f"prompt: `{key}` of a message must be a string, not {message.get(key)!r}")
+                rule = f"`{key}` of a message must be a string, not {message.get(key)!r}"
+                raise ValueError(f"prompt: {rule}; mend it, or leave the row out")
             try:
                 message[key].encode()
             except UnicodeEncodeError as error:
-                raise ValueError(f"prompt: not valid text, it cannot be written as UTF-8 ({error.reason})") from error
+                rule = f"not valid text, it cannot be written as UTF-8 ({error.reason})"
+                raise ValueError(f"prompt: {rule}; mend it, or leave the row out") from error
     if isinstance(prompt, str):
         # DETAIL: the tokenizer's own default decides on a BOS token, because that is what the model was trained with;
         # a string that already starts with it gets no second one.
@@ -220,8 +239,9 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
         # DETAIL: messages are tokenized by the template itself, because text tokenized again would get a second BOS.
         try:
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        except TemplateError as error:
-            raise ValueError(f"prompt: the model's chat template refuses it ({error})") from error
+        except (TemplateError, TypeError, ValueError) as error:  # raised by the template, or by what it does
+            rule = f"the model's chat template refuses it ({' '.join(str(error).split())})"
+            raise ValueError(f"prompt: {rule}; mend the prompt or the template, or use string prompts") from error
     if not ids:
         raise ValueError("prompt: encodes to no token; at least one is needed")
     return list(ids)

@@ -50,10 +50,13 @@ _asked_to_stop: list[bool] = []
 
 def finish_on_sigterm() -> None:
     """From now on the first SIGTERM only asks to stop (`asked_to_stop`); a second one ends the process as ever."""
+    rank = os.getpid()
 
     def ask(*_) -> None:
         _asked_to_stop.append(True)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getpid() != rank:  # a process forked from it (a pool's worker): whoever ends one waits for its end
+            os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, ask)
 

@@ -196,11 +196,25 @@ def _finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_unwritten: dict[Path, list[str]] = {}  # lines that a full disk did not take
+
+
 def append_jsonl(path: Path, *rows: dict) -> None:
-    """Append one JSON object a line. Non-finite floats are written as null: JSON has none."""
-    with path.open("a") as file:
-        for row in rows:
-            file.write(json.dumps(_finite(row)) + "\n")
+    """Append one JSON object a line. Non-finite floats are written as null: JSON has none.
+
+    Lines that cannot be written (a full disk) are kept, which is said, and written before those of the next call.
+    """
+    lines = _unwritten.pop(path, [])
+    lines += [json.dumps(_finite(row)) + "\n" for row in rows]
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a") as file:
+            file.writelines(lines)
+    except OSError as error:
+        if path.exists():
+            os.truncate(path, size)  # no half a line, which would end the file for its readers
+        _unwritten[path] = lines
+        print(f"{path}: {len(lines)} line(s) NOT WRITTEN ({error}); kept, and tried again with the next", flush=True)
 
 
 def read_jsonl(path: Path) -> list[dict]:

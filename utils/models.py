@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +14,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from transformers import (
     AutoConfig,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from utils.dist import fail_together, seed_for
 from utils.forward import PolicyModel, ScalarModel
+from utils.model_files import check_vocabulary, weights_damage
 
 LOGIT_KNOBS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -49,13 +50,13 @@ def load_config(path: str, flag: str = "--model", head: Literal["lm", "scalar", 
     name = named(flag, path)
     try:
         config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(
-            f"{name}: not a Hugging Face model folder or Hub name ({str(error).splitlines()[0]}); "
+            f"{name}: not a Hugging Face model folder or Hub name ({' '.join(str(error).split())[:200]}); "
             "a folder with config.json, tokenizer and safetensors works, or Qwen/Qwen2.5-0.5B-Instruct"
         ) from error
-    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("*.bin")):
-        raise ValueError(f"{name}: has no weights (*.safetensors or *.bin); a folder of save_pretrained works")
+    if Path(path).is_dir() and (damage := weights_damage(Path(path))):
+        raise ValueError(f"{name}: {damage}; a folder of save_pretrained works")
     for knob in LOGIT_KNOBS:
         if getattr(config, knob, None) not in (None, 1.0):
             raise ValueError(f"{name}: {knob} is not computed by the packed head; a Qwen or Llama model works")
@@ -74,14 +75,15 @@ def load_config(path: str, flag: str = "--model", head: Literal["lm", "scalar", 
 
 
 def load_tokenizer(path: str, flag: str = "--model") -> PreTrainedTokenizerBase:
-    """Raises: ValueError when the model comes without a tokenizer."""
+    """Raises: ValueError when the model comes without a tokenizer, or has no rows for all of its tokens."""
     missing = f"{named(flag, path)}: has no usable tokenizer; a folder with tokenizer.json works"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(missing) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last two: JSON of another shape
+        raise ValueError(f"{missing} ({' '.join(str(error).split())[:200]})") from error
     if not tokenizer("0", add_special_tokens=False).input_ids:  # transformers makes up an empty one, without a word
         raise ValueError(missing)
+    check_vocabulary(named(flag, path), tokenizer, AutoConfig.from_pretrained(path).vocab_size)
     return tokenizer
 
 
@@ -115,21 +117,6 @@ def check_sibling(
         raise ValueError(f"{flag} {path}: has another vocabulary than --model; one of the same family works")
     check_positions(path, flag, config, longest)
     return config
-
-
-def end_of_sequence_ids(path: str, config, tokenizer) -> list[int]:
-    """All ids that end a response: those of the generation config, else of the model's config, else the tokenizer's."""
-    try:
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # no generation_config.json
-        ids = None
-    for source in (config, tokenizer):
-        ids = getattr(source, "eos_token_id", None) if ids is None else ids
-    if ids is None:
-        raise ValueError(
-            f"--model {path}: names no eos_token_id, responses could not end; add it to generation_config.json"
-        )
-    return ids if isinstance(ids, list) else [ids]
 
 
 def load_policy(path: str, mesh: DeviceMesh, *, flag: str = "--model", **how) -> PolicyModel:

@@ -68,8 +68,11 @@ def plot_runs(run_dirs: list[Path], out: Path) -> Path:
         axis.axis("off")
     handles = [plt.Line2D([], [], color=f"C{i}") for i in range(len(runs))]
     figure.legend(handles, list(runs), loc="outside upper left", ncols=len(runs), fontsize=9)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=110)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=110)
+    except OSError as error:  # a full disk, after a run that is done
+        print(f"{out}: NOT WRITTEN ({error}); python -m utils.plot draws it later", flush=True)
     plt.close(figure)
     return out
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hybrid_engine import Rollout, Sampling, SyncReport
 from utils.data import PromptData
-from utils.dist import all_gather, stop
+from utils.dist import all_gather, broadcast, stop
 
 COLUMNS = pa.schema([
     ("uid", pa.int64()), ("sample", pa.int64()), ("prompt_ids", pa.list_(pa.int64())),
@@ -24,14 +24,20 @@ COLUMNS = pa.schema([
 
 
 def _steps_in(folder: Path) -> dict[int, Path]:
-    return {int(path.stem.removeprefix("step_")): path for path in folder.glob("step_*.parquet")}
+    numbers = {path.stem.removeprefix("step_"): path for path in folder.glob("step_*.parquet")}
+    return {int(number): path for number, path in numbers.items() if number.isdigit()}
 
 
 def open_record(folder: str, done: int) -> None:
     """A folder to record to, from step done + 1; on resume what lies beyond goes, as the log's lines do.
 
-    Raises: ValueError where it holds another run's steps.
+    Raises: ValueError where it cannot be written, or holds another run's steps.
     """
+    if folder and dist.get_rank() == 0:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--record {folder}: cannot be written ({error}); give a folder of yours") from error
     for step, path in _steps_in(Path(folder)).items() if folder and dist.get_rank() == 0 else []:
         if done == 0:
             raise ValueError(f"--record {folder}: holds an earlier run's rollouts; give a new folder")
@@ -47,19 +53,33 @@ def record_rollouts(
         {**vars(r), "length": len(r.response_ids), "score": score, "judged": judged}
         for r, score, judged in zip(rollouts, scores_B.tolist(), judged_B.tolist(), strict=True)
     ]
-    shares = all_gather(mine)
+    shares, error = all_gather(mine), ""
     if dist.get_rank() == 0:
         path = Path(folder) / f"step_{step}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
         table = pa.Table.from_pylist([row for share in shares for row in share], COLUMNS)
-        pq.write_table(table.replace_schema_metadata({"temperature": repr(temperature)}), f"{path}.part")
-        os.replace(f"{path}.part", path)
+        try:
+            pq.write_table(table.replace_schema_metadata({"temperature": repr(temperature)}), f"{path}.part")
+            os.replace(f"{path}.part", path)
+        except OSError as caught:  # a full disk
+            error = str(caught)
+    if error := broadcast(error):
+        stop(f"--record {folder}: step {step} could not be written ({error}); make room, and go on with --resume auto")
 
 
 def check_replay(folder: str) -> None:
-    """Raises: ValueError where the folder of --replay holds no recorded step."""
-    if folder and not _steps_in(Path(folder)):
-        raise ValueError(f"--replay {folder}: must hold step_N.parquet files; a folder that --record wrote works")
+    """Raises: ValueError where the folder of --replay holds no recorded step, or a file that is not one."""
+    works = "a folder that --record wrote works"
+    steps = _steps_in(Path(folder)) if folder else {}
+    if folder and not steps:
+        raise ValueError(f"--replay {folder}: must hold step_N.parquet files; {works}")
+    for path in steps.values():
+        try:
+            schema = pq.read_schema(path)
+        except (pa.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"--replay {path}: cannot be read as parquet ({reason}); {works}") from error
+        if not schema.remove_metadata().equals(COLUMNS) or b"temperature" not in (schema.metadata or {}):
+            raise ValueError(f"--replay {path}: has other columns than --record writes; {works}")
 
 
 class Replay:
@@ -71,6 +91,7 @@ class Replay:
     def __init__(self, folder: str, device: torch.device):
         self.folder, self.device = Path(folder), device
         self._scores: dict[int, float] = {}
+        self.num_timeouts = 0  # why a recorded response has no score is not recorded
 
     def rollout(self, source: PromptData, uids: list[int], n: int, step: int, sampling: Sampling) -> list[Rollout]:
         """The responses that were recorded for these prompts at this step."""

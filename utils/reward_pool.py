@@ -11,16 +11,20 @@ import json
 import math
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
 from utils.rewards import describe, load_reward, parse_rewards
 
 TIMEOUTS_IN_A_ROW = 8  # per worker; then nothing is called any more, and the trainer sees a step without a score
+MEMORY_GIB = 8  # that a worker, and each process it starts, may fill; beyond it a call gets MemoryError
+MARK = "RESHARD_REWARD_WORKER"  # in the environment of a worker, and of all that it starts
 START_LIMIT_S = 60.0  # a worker's start runs the imports of the user's file, which may be slow (sympy, torch)
 
 # ---- the worker's side ----
@@ -43,7 +47,7 @@ def _judge(rewards: list, response: str, row: dict) -> Score:
     for name, weight, function in rewards:
         try:
             result = function(response, row)
-        except (Exception, SystemExit) as error:  # reported as this response's error
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: reported as this response's error
             return Score(0.0, "exception", f"{name}: {describe(error)}")
         if result is None:
             return Score(0.0, "unjudged", f"{name}: returned None")
@@ -51,10 +55,10 @@ def _judge(rewards: list, response: str, row: dict) -> Score:
             if isinstance(result, str | bytes):  # float() would read "1", but such a return is a mistake
                 raise TypeError
             value = float(result)  # takes bool, numpy and one-element tensors too
-        except (TypeError, ValueError):
-            return Score(0.0, "type", f"{name}: returned {type(result).__name__}, not a number")
         except OverflowError:
             value = math.inf
+        except Exception:  # of a __float__ of its own: torch raises RuntimeError for two elements
+            return Score(0.0, "type", f"{name}: returned {type(result).__name__}, not a number")
         total += weight * value
         if not math.isfinite(total):
             return Score(0.0, "nonfinite", f"{name}: returned {value}")
@@ -72,13 +76,23 @@ def _die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def _limit_memory() -> None:
+    """Linux: a call that eats memory gets MemoryError, and where all of the machine's is gone the worker goes first."""
+    # RLIMIT_DATA rather than RLIMIT_AS: it leaves out what torch and CUDA map or reserve without ever filling it.
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_GIB * 2**30, MEMORY_GIB * 2**30))
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 def _worker(rewards_json: str, parent: int, cwd: str, flag: str) -> None:
     """Load the rewards, say so, then answer one JSON line for each that comes, until there are none."""
     _die_with_parent(parent)
+    _limit_memory()
     # The protocol moves to descriptors of its own: a print of the user's goes to stderr, an input() finds nothing, and
     # a process that the user's code forks does not keep the pipes open.
     requests, replies = os.dup(0), os.dup(1)
-    os.register_at_fork(after_in_child=lambda: (os.close(requests), os.close(replies)))
+    worker = os.getpid()
+    os.register_at_fork(after_in_child=lambda: (os.close(requests), os.close(replies), _die_with_parent(worker)))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
@@ -110,6 +124,21 @@ def _plain(value: object) -> object:
 def _kill_group(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # all gone already (Linux, macOS)
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill_strays(mark: str) -> None:
+    """Linux: kill what a dead worker started in a session of its own, which the kill of its group has not reached."""
+    wanted = f"{MARK}={mark}\0".encode()
+    for _ in range(100 if sys.platform == "linux" else 0):  # they may start others meanwhile
+        found = False
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+                if wanted in path.read_bytes():  # of one that has ended nothing is left to read
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
+        time.sleep(0.01)
 
 
 def _ask(process: subprocess.Popen, line: bytes, limit_s: float) -> tuple[dict | None, bool]:
@@ -162,6 +191,7 @@ class RewardPool:
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._lock, self._closed, self._live = threading.Lock(), False, set()
         self._timeouts = 0  # in a row, over all workers
+        self._marks: dict[int, str] = {}  # of the live workers
         # Daemon threads rather than an executor, because an executor's are joined before atexit runs: a script that
         # fails would first score everything that is still queued.
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_workers)]
@@ -236,14 +266,17 @@ class RewardPool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
+            mark = f"{os.getpid()}-{time.monotonic_ns()}"  # under the lock: no two alike
             process = subprocess.Popen(
                 self._command,
+                env={**os.environ, MARK: mark},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # a process group of its own, killed as one
                 cwd=Path(__file__).resolve().parents[1],
             )
             self._live.add(process)
+            self._marks[process.pid] = mark
         reply, passed = _ask(process, b"", START_LIMIT_S)
         if reply is None or reply["load_error"]:
             code = self._end(process)
@@ -258,6 +291,7 @@ class RewardPool:
             self._live.discard(process)
             _kill_group(process)
         code = process.wait()
+        _kill_strays(self._marks.pop(process.pid))
         with contextlib.suppress(BrokenPipeError):  # closing flushes what the dead worker never read
             process.stdin.close()
         process.stdout.close()

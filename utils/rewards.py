@@ -122,7 +122,8 @@ def load_reward(spec: str, flag: str = "--reward") -> Callable[[str, dict], floa
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # anything at all can be wrong with a user's file; it is named, not hidden
-        raise ValueError(f"{flag} {spec}: the file does not load: {describe(error)}") from error
+        rule = f"`python {file}` must run"
+        raise ValueError(f"{flag} {spec}: the file does not load: {describe(error)}; {rule}") from error
     function = getattr(module, name, None)
     if not callable(function):
         found = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -134,5 +135,5 @@ def load_reward(spec: str, flag: str = "--reward") -> Callable[[str, dict], floa
 def describe(error: BaseException) -> str:
     """Type, message, file and line of an exception, on one line."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())[:500]
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text

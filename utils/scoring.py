@@ -134,6 +134,7 @@ class Scorer:
         self.models = load_reward_models(spec, tokenizer, mesh, dtype, normalize, flag)
         self.pool = RewardPool(spec, workers, timeout_s, flag) if rules_of(spec, flag) else None
         self._futures: dict[int, Future] = {}
+        self.num_timeouts = 0  # among the rollouts of the last `rule_scores`
 
     def rollout(self, source: PromptData, uids: list[int], n: int, step: int, sampling: "Sampling") -> list["Rollout"]:
         """`n` responses to each of this rank's prompts; the rules start on each as it ends (collective)."""
@@ -153,9 +154,11 @@ class Scorer:
         Ends the run where not one response of any rank could be judged; `what` names them in that message (collective).
         Shapes: [B] float64.
         """
+        self.num_timeouts = 0
         if self.pool is None:
             return torch.zeros(len(rollouts), dtype=torch.float64, device=self.device)
         scores = [self._futures.pop(id(r)).result() for r in rollouts]
+        self.num_timeouts = sum(s.error == "timeout" for s in scores)
         failures = all_gather((len(scores), [s.message for s in scores if s.error is not None]))
         if sum(count for count, _ in failures) == sum(len(messages) for _, messages in failures):
             message = next(messages[0] for _, messages in failures if messages)
