@@ -4,6 +4,8 @@ PYTHON ?= python3
 CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(CUDA),requirements.txt,requirements-cpu.txt)
 BIN := $(VENV)/bin
+# Two processes of one thread each: the tests' models are too small to keep two threads busy.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
 export PYTHONUNBUFFERED := 1
 
 .PHONY: demo demo-rlhf test test-slow lint
@@ -21,10 +23,10 @@ demo-rlhf: $(VENV)/.ready
 	$(BIN)/python -m utils.plot $(RLHF)/reward_model $(RLHF)/ppo --out $(RLHF)/curves.png
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not slow" --durations=15
+	$(TESTS) --dist loadfile -m "not slow"
 
 test-slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -m slow --durations=15
+	$(TESTS) --dist worksteal -m slow
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

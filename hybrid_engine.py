@@ -12,12 +12,15 @@ How weights travel: utils/reshard.py. The first sync finds out which part of whi
 needs; later ones copy a rank's own parts straight from its shards and exchange the rest.
 """
 
+import contextlib
 import logging
 import os
+import socket
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -123,6 +126,18 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.stack(sums), flat[places].float()])
 
 
+def _sweep_shared_memory() -> None:
+    """Remove what vLLM's CPU collectives left when a run was killed: it bears the run's port, where none listens now.
+
+    A run on the same port would stop at it.
+    """
+    for segment in Path("/dev/shm").glob("*-cpushm_*"):
+        port = segment.name.partition("-")[0]
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            if port.isdigit() and sock.connect_ex(("127.0.0.1", int(port))) != 0:
+                segment.unlink()
+
+
 class HybridEngine:
     """vLLM in this process. Build it before the trainer's model: it measures free memory and reseeds global RNGs."""
 
@@ -162,6 +177,9 @@ class HybridEngine:
             if first <= rank < first + size:
                 self.tp_group, self.tp_rank, self.tp_size = group, rank - first, size
 
+        if not self.on_cuda and os.environ["LOCAL_RANK"] == "0":
+            _sweep_shared_memory()
+        dist.barrier()
         saved_env = os.environ.get("LOCAL_WORLD_SIZE")
         set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
         settings = {

@@ -257,7 +257,7 @@ class Args:
     """What lives on the host: nothing; AdamW's moments; or master weights and gradients too, stepped there."""
     dry_run: bool = False
     """Print what the run comes to, its sizes and memory, and stop before anything loads."""
-    hang_timeout_s: float = 60.0
+    hang_timeout_s: float = 45.0
     """End the run when a rank shows no sign of life for so many seconds; 0: wait."""
     # [/shared]
     verify_sync: int = 0

@@ -125,10 +125,22 @@ def plan_memory(
     Returns: the settled flags, alike on every rank (collective), and the table to print.
     Raises: ValueError naming flags to change, where a phase is MARGIN over what is free.
     """
-    settled, on_cuda = {}, torch.cuda.is_available()
-    element = 2 if flags["dtype"] == "bfloat16" else 4
+    on_cuda = torch.cuda.is_available()
     free = torch.cuda.mem_get_info()[0] if on_cuda else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = min(all_gather(free)) - OTHER
+    return settle(flags, learners, frozen, world, num_val, min(all_gather(free)) - OTHER, on_cuda)
+
+
+def settle(
+    flags: dict,
+    learners: list[PreTrainedConfig],
+    frozen: list[PreTrainedConfig],
+    world: int,
+    num_val: int,
+    free: float,
+    on_cuda: bool,
+) -> tuple[dict, str]:
+    """`plan_memory` for a GPU with `free` bytes, or for a CPU, whose memory bounds nothing here."""
+    settled, element = {}, 2 if flags["dtype"] == "bfloat16" else 4
     has_engine = "sleep" in flags and not flags["replay"]
     if has_engine and not flags["kv_cache_gib"]:
         settled["kv_cache_gib"] = round(kv_cache_needed(flags, learners[0], world, num_val, element) + 0.005, 2)

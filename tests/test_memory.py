@@ -1,0 +1,98 @@
+"""Memory before anything loads: sizes worked out by hand, and what --sleep auto and --kv-cache-gib 0 come to."""
+
+import pytest
+from transformers import Qwen2Config
+
+from utils.memory import GIB, estimate, kv_bytes_per_token, kv_cache_needed, settle, size_of
+
+SHAPES = {  # Qwen2.5: hidden, MLP, layers, heads, key-value heads, vocabulary, tied; parameters from its model card
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True, 0.49e9),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True, 1.54e9),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False, 7.61e9),
+}
+FLAGS = {
+    "dtype": "bfloat16", "tensor_parallel_size": 1, "prompts_per_step": 64, "group_size": 8, "minibatch_size": 0,
+    "max_prompt_len": 128, "max_response_len": 512, "max_num_seqs": 512, "max_tokens_per_gpu": 32768, "offload": "none",
+    "compile": True, "activation_checkpointing": False, "kv_cache_gib": 0.0, "sleep": "auto", "replay": "",
+}  # fmt: skip
+
+
+def config(size):
+    hidden, width, layers, heads, kv_heads, vocabulary, tied, _ = SHAPES[size]
+    return Qwen2Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_parameters_are_the_model_cards(size):
+    assert size_of(config(size), 2, True).params == pytest.approx(SHAPES[size][-1], rel=0.01)
+
+
+def test_keys_and_values_of_a_token():
+    assert kv_bytes_per_token(config("0.5b"), 1, 2) == 2 * 24 * 2 * 64 * 2
+    assert kv_bytes_per_token(config("0.5b"), 2, 2) == 2 * 24 * 1 * 64 * 2
+    assert kv_bytes_per_token(config("0.5b"), 4, 2) == 2 * 24 * 1 * 64 * 2  # a head is held twice
+
+
+def test_the_cache_has_room_for_all_that_is_generated_at_once():
+    for more, sequences in (({}, 512), ({"max_num_seqs": 100}, 100), ({"prompts_per_step": 8}, 64)):
+        exact = sequences * 640 * kv_bytes_per_token(config("0.5b"), 1, 2) / GIB
+        assert exact < kv_cache_needed(FLAGS | more, config("0.5b"), 1, 0, 2) < 1.25 * exact
+    assert kv_cache_needed(FLAGS | {"prompts_per_step": 8}, config("0.5b"), 1, 500, 2) > exact * 7  # held-out prompts
+
+
+MEASURED = [  # GiB at the peak of an update, on one H200: benchmarks/README.md
+    ("0.5b", {"minibatch_size": 256}, 35.6),
+    ("0.5b", {"minibatch_size": 256, "compile": False}, 50.0),
+    ("0.5b", {"minibatch_size": 256, "compile": False, "activation_checkpointing": True}, 15.8),
+    ("1.5b", {"minibatch_size": 128}, 81.0),
+]
+
+
+@pytest.mark.parametrize("size, flags, measured", MEASURED)
+def test_the_estimate_is_within_15_percent_of_the_peaks_measured(size, flags, measured):
+    flags = FLAGS | flags | {"replay": "x", "sleep": "none"}
+    update = estimate(flags, [config(size)], [], 1, 2)["update"]
+    assert sum(update.values()) / GIB == pytest.approx(measured, rel=0.15)
+
+
+def settled(free_gib, size="0.5b", world=1, learners=1, **flags):
+    return settle(FLAGS | flags, [config(size)] * learners, [], world, 0, free_gib * GIB, True)[0]
+
+
+def test_vllm_sleeps_as_little_as_the_card_allows():
+    room = {"none": 60, "kv": 40.5, "all": 37.2}
+    assert {how: settled(free)["sleep"] for how, free in room.items()} == {how: how for how in room}
+    assert settled(60)["kv_cache_gib"] == settled(40.5)["kv_cache_gib"] > 3.8
+
+
+def test_without_a_gpu_vllm_does_not_sleep_and_replays_have_none():
+    assert settle(FLAGS, [config("0.5b")], [], 1, 0, GIB, False)[0]["sleep"] == "none"
+    assert settled(60, replay="folder") == {"sleep": "none"}
+
+
+def test_a_cache_that_does_not_fit_beside_the_weights_is_smaller():
+    small = settled(20, max_tokens_per_gpu=640, max_response_len=4096, max_num_seqs=2048, prompts_per_step=512)
+    assert 1 < small["kv_cache_gib"] < 20
+
+
+@pytest.mark.parametrize("free, flags, flag", [
+    (60, {"size": "7b"}, "--offload optimizer"),
+    (60, {"size": "1.5b"}, "--activation-checkpointing"),
+    (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 4096}, "--kv-cache-gib"),
+])  # fmt: skip
+def test_what_cannot_fit_is_refused_with_what_to_change(free, flags, flag):
+    with pytest.raises(ValueError, match=rf"memory: the (update|rollout) phase needs about \d+ GiB.*{flag}"):
+        settled(free, **flags)
+
+
+def test_what_is_on_the_host_is_not_on_the_card():
+    def update(**more):
+        return estimate(FLAGS | {"sleep": "none"} | more, [config("7b")] * 2, [], 4, 2)["update"]
+
+    assert update()["optimizer"] == pytest.approx(2 * 8 * 7.61e9 / 4, rel=0.01)
+    assert update(offload="optimizer")["optimizer"] == 0 < update(offload="optimizer")["weights"]
+    assert update(offload="all")["weights"] == 0
+    assert update(sleep="all").keys() == update(sleep="kv").keys() - {"vLLM weights"}
