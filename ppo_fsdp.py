@@ -828,7 +828,7 @@ def main(args: Args) -> None:
         metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
         metrics.lap("log", device)
         pace = speed(learners, policy, rollouts, minibatches_done * minibatch_size / num_responses, metrics.seconds)
-        for key, value in (pace | ledger(learners, engine, metrics.grown)).items():
+        for key, value in (pace | ledger(parts, engine, metrics.grown)).items():
             metrics.add(key, value)
         last = step == num_steps
         if val and args.eval_every and (step % args.eval_every == 0 or last):

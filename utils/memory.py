@@ -112,7 +112,7 @@ def estimate(
     asleep = {"none": engine, "kv": {k: v for k, v in engine.items() if k == "vLLM weights"}, "all": {}}
     phases = {"update": update | asleep[flags.get("sleep", "none")]}
     if engine:
-        sampling = 4 * 4 * min(flags["max_num_seqs"], 2**20) * sizes[0].vocabulary
+        sampling = 4 * 4 * flags["max_num_seqs"] * sizes[0].vocabulary
         phases = {"rollout": held | engine | {"sampling": sampling}} | phases
     return phases
 
@@ -145,27 +145,25 @@ def settle(
     if has_engine and not flags["kv_cache_gib"]:
         settled["kv_cache_gib"] = round(kv_cache_needed(flags, learners[0], world, num_val, element) + 0.005, 2)
 
-    def peaks(**more) -> dict[str, float]:
-        phases = estimate(flags | settled | more, learners, frozen, world, element)
-        return {phase: sum(items.values()) for phase, items in phases.items()}
+    def phases(**more) -> dict[str, dict[str, float]]:
+        return estimate(flags | settled | more, learners, frozen, world, element)
 
     if flags.get("sleep") == "auto" and not has_engine:
         settled["sleep"] = "none"
     elif has_engine and flags["sleep"] == "auto":
-        sleepy = [how for how in ("none", "kv", "all") if peaks(sleep=how)["update"] < free] if on_cuda else ["none"]
-        settled["sleep"] = sleepy[0] if sleepy else "all"
+        fits = [how for how in ("none", "kv") if sum(phases(sleep=how)["update"].values()) < free or not on_cuda]
+        settled["sleep"] = fits[0] if fits else "all"
     if has_engine and not flags["kv_cache_gib"] and on_cuda:  # less is slower, and still right
         least = kv_bytes_per_token(learners[0], flags["tensor_parallel_size"], element) / GIB
         least *= 16 * (flags["max_prompt_len"] + flags["max_response_len"])
-        over = max(peaks(**({"sleep": "none"} if "sleep" not in settled else {})).values()) - free
+        over = max(sum(items.values()) for items in phases().values() if "vLLM KV cache" in items) - free
         settled["kv_cache_gib"] = max(settled["kv_cache_gib"] - max(0.0, over) / GIB, least)
-    phases = estimate(flags | settled, learners, frozen, world, element)
     rows = []
-    for phase, items in phases.items():
+    for phase, items in phases().items():
         shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in items.items() if size >= 0.05 * GIB)
         rows.append(f"  {phase:8} {sum(items.values()) / GIB:6.1f} GiB: {shown}")
     table = f"memory of a rank, estimated ({free / GIB:.1f} GiB are free for it):\n" + "\n".join(rows)
-    phase, items = max(phases.items(), key=lambda each: sum(each[1].values()))
+    phase, items = max(phases().items(), key=lambda each: sum(each[1].values()))
     need = sum(items.values())
     if on_cuda and need > (1 + MARGIN) * free:
         works = _remedies(flags | settled, phase, items, need - free)
@@ -190,11 +188,11 @@ def _remedies(flags: dict, phase: str, items: dict[str, float], missing: float) 
     return ", ".join(tries or ["more GPUs"]) + " would make room"
 
 
-def ledger(learners: dict, engine, grown: dict[str, float]) -> dict[str, float]:
+def ledger(parts: dict, engine, grown: dict[str, float]) -> dict[str, float]:
     """GiB on this rank's GPU: weights, optimizer states and gradients of what is trained, vLLM's weights and KV cache.
 
     mem/activations_gib is what the update took at its peak beyond the gradients: activations, gathered weights, logits.
-    Args: learners: {name: (model, optimizer)}; grown: `Metrics.grown`. Empty without a GPU.
+    Args: parts: {name: (model, optimizer)}; grown: `Metrics.grown`. Empty without a GPU.
     """
     if not torch.cuda.is_available():
         return {}
@@ -203,8 +201,8 @@ def ledger(learners: dict, engine, grown: dict[str, float]) -> dict[str, float]:
         mine = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
         return sum(t.nbytes for t in mine if t.is_cuda) / GIB
 
-    weights = [p.detach() for model, _ in learners.values() for p in model.parameters()]
-    states = [t for _, o in learners.values() for state in o.state.values() for t in state.values()]
+    weights = [p.detach() for model, _ in parts.values() for p in model.parameters()]
+    states = [t for _, o in parts.values() for state in o.state.values() for t in state.values()]
     held = on_device(weights)
     return {
         "mem/weights_gib": held,
