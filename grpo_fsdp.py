@@ -55,7 +55,7 @@ from utils.dist import (
     stop,
     sum_over_ranks,
     world_mesh,
-)
+)  # fmt: skip
 from utils.export import export_hf
 from utils.forward import logprobs_of
 from utils.guards import check_finite, crossed, log_event, mean_over_ranks, note, roll_back
@@ -211,7 +211,7 @@ class Args:
     offload: Literal["none", "optimizer", "all"] = "none"
     """What lives on the host: nothing; AdamW's moments; or master weights and gradients too, stepped there."""
     dry_run: bool = False
-    """Print what the run comes to, its sizes and memory, and stop before anything loads."""
+    """Print what the run comes to, its sizes and memory, and stop before a model loads."""
     hang_timeout_s: float = 45.0
     """End the run when a rank shows no sign of life for so many seconds; 0: wait."""
     # [/shared]
@@ -344,7 +344,7 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> tuple[list, li
     check_minibatch(flags)
     check_guards(flags)
     check_lengths(flags, config.max_position_embeddings)
-    check_engine(config, args.tensor_parallel_size, world_size, args.sleep != "none")
+    check_engine(config, args.tensor_parallel_size, world_size, args.sleep in ("kv", "all"))
     frozen = [config] if args.kl_coef else []
     if args.ref_model:
         frozen = [check_sibling(args.ref_model, "--ref-model", tokenizer, longest)]
@@ -408,8 +408,8 @@ def main(args: Args) -> None:
     with one_line_errors():
         record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
         checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
-        if done >= num_steps:
-            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done + 1} or more")
+        if done > num_steps:
+            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done} or more")
         with fail_together():
             open_record(args.record, done)
 
@@ -466,7 +466,7 @@ def main(args: Args) -> None:
             append_jsonl(run_dir / "metrics.jsonl", {"step": 0, **figures})
         progress.update(figures, steps=0)
 
-    metrics = Metrics()
+    metrics, stopping, last = Metrics(), False, True  # a run that is done already only exports once more
     finish_on_sigterm()
     for step in range(done + 1, num_steps + 1):
         metrics.start(step, device)
@@ -588,7 +588,8 @@ def main(args: Args) -> None:
                 # DETAIL: the bound is on how far the batch's optimizer steps before this one have moved the policy, at
                 # this one's tokens; what a step itself does is seen by the next one of the batch alone.
                 kl = mean_over_ranks(seen, "approx_kl", num_tokens) if args.max_kl else 0.0
-                over, minibatches_done = kl > args.max_kl > 0, minibatches_done + 1
+                minibatches_done += 1
+                over = args.max_kl > 0 and not kl <= args.max_kl  # nor is one that is not a number
                 going_on = not over or args.on_max_kl == "lower-lr"
                 # DETAIL: every rate is lowered, the critic's too, because then the ratio of the two stays.
                 scaled = {name: rate * state["lr_factor"] for name, rate in rates.items()}
@@ -596,6 +597,8 @@ def main(args: Args) -> None:
                 for name, norm in optimizer_step(learners, scaled, args.max_grad_norm, check, going_on).items():
                     metrics.add({"policy": "optim/grad_norm", "critic": "optim/critic_grad_norm"}[name], norm)
                 metrics.add("optim/num_tokens", num_tokens)
+                for name, rate in scaled.items():
+                    metrics.add({"policy": "optim/lr", "critic": "optim/critic_lr"}[name], rate)
                 if over:
                     reason = f"KL {kl:.3g} is above --max-kl {args.max_kl:g} before optimizer step {minibatches_done}"
                     log_event(run_dir, step, "max_kl", "policy/approx_kl", kl, args.max_kl, args.on_max_kl, reason)
@@ -627,7 +630,6 @@ def main(args: Args) -> None:
         metrics.add("reward/zero_std_frac", equal_P.sum(), P)
         metrics.add("reward/all_right_frac", (equal_P & right_P).sum(), P)
         metrics.add("reward/all_wrong_frac", (equal_P & ~right_P).sum(), P)
-        metrics.add("optim/lr", rates["policy"] * state["lr_factor"])
         # [shared: log and evaluate]
         for key, value in mismatch(first_logprobs_BR, rollout_logprobs_BR, audited_BR).items():
             metrics.add(key, value)
@@ -668,7 +670,7 @@ def main(args: Args) -> None:
         what = "--resume auto goes on from there" if args.save_every and saved else "nothing was saved of it"
         print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; {what}")
     if args.export_hf != "off" and (last or not stopping) and not export_hf(run_dir / "hf", policy, tokenizer):
-        stop("the run is done and its export is not written; make room, and --resume a checkpoint before the last")
+        stop("the run is done and its export is not written; make room; --resume auto writes it, if --save-every saved")
     if rank == 0:
         curves = plot_runs([run_dir], run_dir / "curves.png")
         evals = [row["eval/score"] for row in read_jsonl(run_dir / "metrics.jsonl") if "eval/score" in row]

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from utils.dist import all_gather, seed_for, stop
+from utils.memory import expandable_segments
 from utils.reshard import Bucket, Unit, plan_exchange, record_plan, transfer
 
 
@@ -66,11 +67,8 @@ def check_engine(config, tensor_parallel_size: int, world_size: int, sleep_mode:
 
     Raises: ValueError naming a value that works.
     """
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if sleep_mode else ():
-        if "expandable_segments:True" in os.environ.get(name, ""):
-            raise ValueError(
-                f"--sleep: {name}={os.environ[name]} breaks vLLM's memory pool; leave it out, or --sleep none"
-            )
+    if sleep_mode and (setting := expandable_segments()):
+        raise ValueError(f"--sleep: {setting} breaks vLLM's memory pool; leave it out, or --sleep none")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
 
@@ -127,14 +125,15 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sweep_shared_memory() -> None:
-    """Remove what vLLM's CPU collectives left when a run was killed: it bears the run's port, where none listens now.
+    """Remove what vLLM's CPU collectives left when a run was killed: it bears that run's port, where none listens now.
 
-    A run on the same port would stop at it.
+    A run on the same port would stop at it. To be called before any rank of this run builds its engine.
     """
     for segment in Path("/dev/shm").glob("*-cpushm_*"):
         port = segment.name.partition("-")[0]
         with socket.socket() as sock, contextlib.suppress(OSError):
-            if port.isdigit() and sock.connect_ex(("127.0.0.1", int(port))) != 0:
+            own = port == os.environ["MASTER_PORT"]  # this run's group is there, and its engine is not
+            if port.isdigit() and (own or sock.connect_ex(("127.0.0.1", int(port))) != 0):
                 segment.unlink()
 
 

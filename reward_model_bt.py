@@ -144,7 +144,7 @@ class Args:
     offload: Literal["none", "optimizer", "all"] = "none"
     """What lives on the host: nothing; AdamW's moments; or master weights and gradients too, stepped there."""
     dry_run: bool = False
-    """Print what the run comes to, its sizes and memory, and stop before anything loads."""
+    """Print what the run comes to, its sizes and memory, and stop before a model loads."""
     hang_timeout_s: float = 45.0
     """End the run when a rank shows no sign of life for so many seconds; 0: wait."""
     # [/shared]

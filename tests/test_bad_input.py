@@ -30,6 +30,7 @@ def raises_later(response, row): return 0.0 if response == "" else 1 / 0
 """
 
 RESUME = ["--resume", "{tmp}/same/checkpoints/step_1", "--run-dir", "{tmp}/new"]
+AHEAD = ["--resume", "{tmp}/ahead/checkpoints/step_1", "--run-dir", "{tmp}/new"]
 GUARD = ["--max-kl", "0.1", "--update-epochs", "2"]
 
 # flags over a run that works -> what the one line must say
@@ -54,7 +55,7 @@ GRPO = {
     "held-out without truth": (["--val-files", "{tmp}/truth.parquet"], r"on --val-files.* no reward_model"),
     "no weights": (["--model", "{tmp}/hollow"], r"--model .*hollow: has no weights"),
     "other rows": (["--resume", "{tmp}/used/checkpoints/step_1", "--run-dir", "{tmp}/n"], r"--train-files .*other row"),
-    "already there": (["--num-steps", "1", *RESUME], r"--num-steps 1: the checkpoint is at step 1 already; 2 or more"),
+    "beyond it": (["--num-steps", "1", *AHEAD], r"--num-steps 1: the checkpoint is at step 2 already; 2 or more"),
     "other vocabulary": (["--kl-coef", "0.1", "--ref-model", "{tmp}/wide"], r"--ref-model .*has another vocabulary"),
     "negative rate": (["--lr", "-1"], r"--lr -1.0: must not be below 0"),
     "hot": (["--temperature", "3"], r"--temperature 3.0: must be from 0.01 to 2"),
@@ -267,10 +268,10 @@ def tmp(tmp_path_factory):
     pq.write_table(pa.table({"prompt": [1, 2]}), tmp / "numbers.parquet")
     pq.write_table(pa.table({"prompt": ["1+1="]}), tmp / "truth.parquet")
     fingerprint = PromptData(str(tmp / "data/train.parquet")).fingerprint()
-    for name, data in (("used", "0"), ("same", fingerprint)):
+    for name, step, data in (("used", 1, "0"), ("same", 1, fingerprint), ("ahead", 2, fingerprint)):
         (tmp / name / "checkpoints/step_1").mkdir(parents=True)
         (tmp / name / "metrics.jsonl").write_text('{"step": 1}\n')
-        state = {"step": 1, "args": {"lr": 1e-6, "seed": 1}, "data": {"train-files": data}, "files": {}}
+        state = {"step": step, "args": {"lr": 1e-6, "seed": 1}, "data": {"train-files": data}, "files": {}}
         (tmp / name / "checkpoints/step_1/state.json").write_text(json.dumps(state))
     return tmp
 

@@ -63,9 +63,27 @@ def settled(free_gib, size="0.5b", world=1, learners=1, **flags):
 
 
 def test_vllm_sleeps_as_little_as_the_card_allows():
-    room = {"none": 60, "kv": 40.5, "all": 37.2}
+    room = {"none": 60, "kv": 45.5, "all": 42.5}  # the update is estimated at 41.4 beside all of vLLM, at 36.7 alone
     assert {how: settled(free)["sleep"] for how, free in room.items()} == {how: how for how in room}
-    assert settled(60)["kv_cache_gib"] == settled(40.5)["kv_cache_gib"] > 3.8
+    assert settled(60)["kv_cache_gib"] == settled(45.5)["kv_cache_gib"] > 3.8
+
+
+def test_few_long_responses_get_no_more_cache_than_they_need():
+    flags = {"max_num_seqs": 4, "max_response_len": 8192}
+    exact = 4 * (128 + 8192) * kv_bytes_per_token(config("0.5b"), 1, 2) / GIB
+    assert exact < settled(60, **flags)["kv_cache_gib"] < 1.5 * exact
+
+
+def test_where_torchs_allocator_forbids_it_vllm_does_not_sleep(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert settled(42.5)["sleep"] == "none"
+
+
+def test_a_sync_on_several_ranks_holds_what_is_exchanged():
+    assert "sync" not in estimate(FLAGS | {"sleep": "none"}, [config("7b")], [], 1, 2)
+    sync = estimate(FLAGS | {"sleep": "none", "kv_cache_gib": 1.0}, [config("7b")], [], 2, 2)["sync"]
+    assert sync["exchange"] == pytest.approx(2 * 2 * 2 * 152064 * 3584, rel=0.01)  # embedding and head
+    assert sync["vLLM KV cache"] == GIB
 
 
 def test_without_a_gpu_vllm_does_not_sleep_and_replays_have_none():

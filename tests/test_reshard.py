@@ -35,6 +35,14 @@ def test_the_parts_of_all_shards_make_the_slice(view, world):
     assert torch.equal(destination, source)
 
 
+@pytest.mark.parametrize("view", [lambda w: w.view(-1)[5:30], lambda w: w.view(3, -1)[:, 2:30]])
+def test_a_slice_that_runs_on_into_the_next_row_is_no_slice_of_rows(view):
+    source = view(torch.randn(12, 8))
+    piece = Slice("w", tuple(source.shape), source.stride(), source.storage_offset(), torch.empty(source.shape))
+    with pytest.raises(AssertionError, match="w: a slice that runs on"):
+        list(by_shard(piece, torch.Size([12, 8]), 2))
+
+
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_of_a_vector(world):
     whole = torch.randn(10)

@@ -125,6 +125,15 @@ def environment(pid: str | int) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
+def test_a_run_that_is_done_exports_again(folder, straight):
+    name = straight("grpo_fsdp")
+    exported = (folder / name / "hf").rename(folder / "exported")
+    finish(folder, start(folder, "grpo_fsdp", name, "--resume", "auto"), name)
+    assert [row["step"] for row in rows(folder / name)] == list(range(1, STEPS + 1))
+    mine, other = (load_file(run / "model.safetensors") for run in (folder / name / "hf", exported))
+    assert all(np.array_equal(mine[key], other[key]) for key in other)
+
+
 @pytest.mark.parametrize("script", ["grpo_fsdp", "reward_model_bt"])
 def test_sigterm_finishes_the_step_saves_and_ends(folder, straight, script):
     name = f"stopped_{script}"

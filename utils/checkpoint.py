@@ -63,29 +63,30 @@ def saved_in(run_dir: Path) -> list[Path]:
     return sorted((p for p in run_dir.glob("checkpoints/step_*") if _step_of(p) >= 0), key=_step_of)
 
 
+def damage_of(folder: Path) -> str:
+    """What is not as it was written in a checkpoint; empty where all is."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        if lacking := {"step", "args", "data", "files"} - state.keys():
+            return f"its state.json lacks {sorted(lacking)[0]}"
+        files = [(name, size, digest) for name, (size, digest) in state["files"].items()]
+    except (ValueError, TypeError, AttributeError, OSError) as error:  # not JSON, or JSON of another shape
+        return f"its state.json does not read ({error})"
+    for name, size, digest in files:
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, and was written with {size}"
+        if digest and _digest(path) != digest:
+            return f"{name} has another checksum than when it was written"
+    return ""
+
+
 def _checked(checkpoint: Path, saved: list[Path]) -> dict:
     """The checkpoint's state, if its files are what was written. Raises: ValueError, naming one of `saved` that is."""
-
-    def damage(folder: Path) -> str:
-        try:
-            state = json.loads((folder / "state.json").read_text())
-            if lacking := {"step", "args", "data", "files"} - state.keys():
-                return f"its state.json lacks {sorted(lacking)[0]}"
-            files = [(name, size, digest) for name, (size, digest) in state["files"].items()]
-        except (ValueError, TypeError, AttributeError, OSError) as error:  # not JSON, or JSON of another shape
-            return f"its state.json does not read ({error})"
-        for name, size, digest in files:
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes, and was written with {size}"
-            if digest and _digest(path) != digest:
-                return f"{name} has another checksum than when it was written"
-        return ""
-
-    if found := damage(checkpoint):
-        whole = [p for p in reversed(saved) if p.resolve() != checkpoint.resolve() and not damage(p)]
+    if found := damage_of(checkpoint):
+        whole = [p for p in reversed(saved) if p.resolve() != checkpoint.resolve() and not damage_of(p)]
         works = f"--resume {whole[0]} works" if whole else "no other checkpoint of the run is whole: start a new one"
         raise ValueError(f"--resume: {checkpoint} is damaged, {found}; {works}")
     return json.loads((checkpoint / "state.json").read_text())

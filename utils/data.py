@@ -144,11 +144,7 @@ class PromptData:
         row = self._read(index).slice(uid % len(self) - self._starts[index], 1)
         try:
             return row.to_pylist()[0]
-        except (
-            ValueError,
-            OverflowError,
-            pa.ArrowException,
-        ) as error:  # not UTF-8, nanoseconds, year 12000
+        except (ValueError, OverflowError, pa.ArrowException) as error:  # not UTF-8, nanoseconds, year 12000
             where = f"{self.flag} {self.file_of(uid)}: row with uid {uid % len(self)} cannot be read"
             raise ValueError(f"{where} ({error}); mend it, or leave the row or its column out") from error
 

@@ -43,6 +43,16 @@ def set_safe_pad(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, e
     return tokenizer.pad_token_id
 
 
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raises: OSError on a full disk, for which the tokenizers library has a bare Exception."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if "os error" in str(error):
+            raise OSError(str(error)) from error
+        raise
+
+
 def export_hf(folder: Path, model: PolicyModel | ScalarModel, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Write a folder that the model's auto class (and vLLM) loads, in the dtype it was loaded in (collective).
 
@@ -58,7 +68,7 @@ def export_hf(folder: Path, model: PolicyModel | ScalarModel, tokenizer: PreTrai
         try:
             shutil.rmtree(aside, ignore_errors=True)
             shell.save_pretrained(aside, state_dict={hf_name(k): v.to(dtype) for k, v in full.items()})
-            tokenizer.save_pretrained(aside)
+            _save_tokenizer(tokenizer, aside)
             if model.generation_config_file:  # copied, because transformers refuses to save some that it loads
                 shutil.copyfile(model.generation_config_file, aside / "generation_config.json")
             shutil.rmtree(folder, ignore_errors=True)

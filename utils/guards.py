@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from utils.checkpoint import load_checkpoint, saved_in
+from utils.checkpoint import damage_of, load_checkpoint, saved_in
 from utils.dist import all_gather, broadcast, stop, sum_over_ranks
 from utils.metrics import append_jsonl
 from utils.models import Parts
@@ -54,15 +54,18 @@ def mean_over_ranks(seen: Seen, key: str, count: int) -> float:
 
 
 def roll_back(run_dir: Path, resumed: Path | None, parts: Parts, step: int) -> dict:
-    """Weights, optimizers and `state` of the run's newest checkpoint, or of the one it was resumed from (collective).
+    """Weights, optimizers and `state` of the run's newest whole checkpoint, or of the one it was resumed from.
 
-    Ends the run where there is none.
+    Collective. Ends the run where there is none.
     """
-    newest = broadcast((saved_in(run_dir) or [resumed])[-1] if dist.get_rank() == 0 else None)
+    newest = None
+    if dist.get_rank() == 0:
+        newest = next((p for p in reversed([resumed, *saved_in(run_dir)]) if p and not damage_of(p)), None)
+    newest = broadcast(newest)
     if newest is None:
         stop(
-            f"--on-max-kl roll-back: {run_dir} holds no checkpoint yet at step {step}; a smaller --save-every saves "
-            "one earlier, --on-max-kl stop-epoch needs none"
+            f"--on-max-kl roll-back: {run_dir} holds no whole checkpoint yet at step {step}; a smaller --save-every "
+            "saves one earlier, --on-max-kl stop-epoch needs none"
         )
     return load_checkpoint(newest, parts)
 
@@ -83,8 +86,9 @@ def check_finite(
     Args: rows: of this rank's batch, what else to write of each; seen: its figures so far (those named *loss count),
         which a row need not have; batch: more figures of each row, [B] or [B, R].
     """
-    losses = [t.sum().double() for _, figures in seen for name, t in figures.items() if name.endswith("loss")]
-    zero = torch.zeros((), dtype=torch.float64, device=next(iter(norms.values())).device)
+    device = next(iter(norms.values())).device  # the host's, with --offload all
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    losses = [t.sum().to(zero) for _, figures in seen for name, t in figures.items() if name.endswith("loss")]
     loss = sum_over_ranks(torch.stack([zero, *losses]).sum())
     if torch.stack([loss, *(norm.double() for norm in norms.values())]).isfinite().all():
         return

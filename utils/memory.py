@@ -17,8 +17,17 @@ from utils.forward import HEAD_CHUNK, attention_shape
 from utils.preflight import flag
 
 GIB = 2**30
+BUCKET_BYTES = GIB  # of whole parameters whose parts a weight sync exchanges at once: what it costs in memory, twice
 OTHER = 1.5 * GIB  # CUDA context, cuBLAS and NCCL workspaces
 MARGIN = 0.15  # an estimate this far above what is free may still be wrong
+
+
+def expandable_segments() -> str:
+    """The setting, if it is made, of torch's allocator under which vLLM cannot sleep."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:True" in os.environ.get(name, ""):
+            return f"{name}={os.environ[name]}"
+    return ""
 
 
 @dataclass
@@ -114,6 +123,9 @@ def estimate(
     if engine:
         sampling = 4 * 4 * flags["max_num_seqs"] * sizes[0].vocabulary
         phases = {"rollout": held | engine | {"sampling": sampling}} | phases
+        if world > 1:
+            exchange = 2 * max(BUCKET_BYTES, *(element * part for s in sizes[:1] for part in (s.root, s.block)))
+            phases["sync"] = held | (engine if flags["sleep"] == "none" else asleep["kv"]) | {"exchange": exchange}
     return phases
 
 
@@ -126,8 +138,9 @@ def plan_memory(
     Raises: ValueError naming flags to change, where a phase is MARGIN over what is free.
     """
     on_cuda = torch.cuda.is_available()
-    free = torch.cuda.mem_get_info()[0] if on_cuda else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return settle(flags, learners, frozen, world, num_val, min(all_gather(free)) - OTHER, on_cuda)
+    host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world  # as if all ranks were on this one
+    free = min(all_gather(torch.cuda.mem_get_info()[0] if on_cuda else host)) - OTHER
+    return settle(flags, learners, frozen, world, num_val, free, on_cuda)
 
 
 def settle(
@@ -139,8 +152,9 @@ def settle(
     free: float,
     on_cuda: bool,
 ) -> tuple[dict, str]:
-    """`plan_memory` for a GPU with `free` bytes, or for a CPU, whose memory bounds nothing here."""
+    """`plan_memory` for a GPU with `free` bytes, or for a CPU, where nothing sleeps and nothing is refused."""
     settled, element = {}, 2 if flags["dtype"] == "bfloat16" else 4
+    safe = free / (1 + MARGIN)  # what is chosen here must fit even where the estimate is too low
     has_engine = "sleep" in flags and not flags["replay"]
     if has_engine and not flags["kv_cache_gib"]:
         settled["kv_cache_gib"] = round(kv_cache_needed(flags, learners[0], world, num_val, element) + 0.005, 2)
@@ -151,13 +165,14 @@ def settle(
     if flags.get("sleep") == "auto" and not has_engine:
         settled["sleep"] = "none"
     elif has_engine and flags["sleep"] == "auto":
-        fits = [how for how in ("none", "kv") if sum(phases(sleep=how)["update"].values()) < free or not on_cuda]
-        settled["sleep"] = fits[0] if fits else "all"
-    if has_engine and not flags["kv_cache_gib"] and on_cuda:  # less is slower, and still right
+        fits = [how for how in ("none", "kv") if sum(phases(sleep=how)["update"].values()) < safe or not on_cuda]
+        settled["sleep"] = "none" if expandable_segments() else fits[0] if fits else "all"
+    if has_engine and not flags["kv_cache_gib"]:  # less is slower, and still right
         least = kv_bytes_per_token(learners[0], flags["tensor_parallel_size"], element) / GIB
         least *= 16 * (flags["max_prompt_len"] + flags["max_response_len"])
-        over = max(sum(items.values()) for items in phases().values() if "vLLM KV cache" in items) - free
-        settled["kv_cache_gib"] = max(settled["kv_cache_gib"] - max(0.0, over) / GIB, least)
+        over = max(sum(items.values()) for items in phases().values() if "vLLM KV cache" in items) - safe
+        needed = settled["kv_cache_gib"]
+        settled["kv_cache_gib"] = max(needed - max(0.0, over) / GIB, min(needed, least))
     rows = []
     for phase, items in phases().items():
         shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in items.items() if size >= 0.05 * GIB)
@@ -191,7 +206,8 @@ def _remedies(flags: dict, phase: str, items: dict[str, float], missing: float) 
 def ledger(parts: dict, engine, grown: dict[str, float]) -> dict[str, float]:
     """GiB on this rank's GPU: weights, optimizer states and gradients of what is trained, vLLM's weights and KV cache.
 
-    mem/activations_gib is what the update took at its peak beyond the gradients: activations, gathered weights, logits.
+    Gradients are the shards', as large as the weights; mem/activations_gib is what else the update took at its peak:
+    activations, gathered weights, logits, and on several ranks gradients summed before they are shared out.
     Args: parts: {name: (model, optimizer)}; grown: `Metrics.grown`. Empty without a GPU.
     """
     if not torch.cuda.is_available():

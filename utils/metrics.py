@@ -3,6 +3,7 @@
 Keys are `family/quantity[_stat]`, families rollout reward policy value rm optim time perf eval data.
 """
 
+import atexit
 import json
 import math
 import os
@@ -143,7 +144,7 @@ PEAKS = {  # card: dense bfloat16 FLOP/s, bytes/s of its memory (data sheets, SX
 
 
 def speed(
-    learners: dict, policy: torch.nn.Module, rollouts: Sequence, epochs: int, seconds: dict[str, float]
+    learners: dict, policy: torch.nn.Module, rollouts: Sequence, epochs: float, seconds: dict[str, float]
 ) -> dict[str, float]:
     """Tokens per second of the step, its rollout and its update on this rank; on a known card its utilisation as well.
 
@@ -151,7 +152,7 @@ def speed(
     attention, of each model that was updated, over what the card can do in bfloat16; recomputed ones do not count.
     perf/mbu: the keys and values that decoding reads for each response, over what the card's memory can do; the weights
     are left out, which are read once for all responses of a decode step.
-    Args: learners: {name: (model, optimizer)}.
+    Args: learners: {name: (model, optimizer)}; epochs: times that the update went over the batch.
     """
     prompts, responses = (
         np.array([len(getattr(r, name)) for r in rollouts]) for name in ("prompt_ids", "response_ids")
@@ -202,19 +203,24 @@ _unwritten: dict[Path, list[str]] = {}  # lines that a full disk did not take
 def append_jsonl(path: Path, *rows: dict) -> None:
     """Append one JSON object a line. Non-finite floats are written as null: JSON has none.
 
-    Lines that cannot be written (a full disk) are kept, which is said, and written before those of the next call.
+    Lines that cannot be written (a full disk) are kept, which is said, and tried again with every call and at the end.
     """
-    lines = _unwritten.pop(path, [])
-    lines += [json.dumps(_finite(row)) + "\n" for row in rows]
-    size = path.stat().st_size if path.exists() else 0
-    try:
-        with path.open("a") as file:
-            file.writelines(lines)
-    except OSError as error:
-        if path.exists():
-            os.truncate(path, size)  # no half a line, which would end the file for its readers
-        _unwritten[path] = lines
-        print(f"{path}: {len(lines)} line(s) NOT WRITTEN ({error}); kept, and tried again with the next", flush=True)
+    _unwritten.setdefault(path, []).extend(json.dumps(_finite(row)) + "\n" for row in rows)
+    _write_lines()
+
+
+@atexit.register
+def _write_lines() -> None:
+    for path, lines in list(_unwritten.items()):
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a") as file:
+                file.writelines(lines)
+            del _unwritten[path]
+        except OSError as error:
+            if path.exists():
+                os.truncate(path, size)  # no half a line, which would end the file for its readers
+            print(f"{path}: {len(lines)} line(s) NOT WRITTEN ({error}); kept, and tried again", flush=True)
 
 
 def read_jsonl(path: Path) -> list[dict]:

@@ -37,7 +37,8 @@ def check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, rows: int) -
     """Refuse a tokenizer with ids that the embedding of `rows` rows does not have. Raises: ValueError."""
     # a special token that is in no text may be without a row: transformers gives some tokenizers one
     used = f"{tokenizer.chat_template} {tokenizer.eos_token}"
-    spare = {token for token in tokenizer.all_special_tokens if token not in used}
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    spare = {token for token in special.union(tokenizer.all_special_tokens) if token not in used}
     if beyond := [token for token, i in tokenizer.get_vocab().items() if i >= rows and token not in spare]:
         raise ValueError(
             f"{name}: its config.json has vocab_size {rows}, and its tokenizer has {len(beyond)} tokens beyond "

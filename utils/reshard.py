@@ -18,9 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.dist import all_gather
+from utils.memory import BUCKET_BYTES
 from utils.models import hf_name
-
-BUCKET_BYTES = 2**30  # of whole parameters whose parts are exchanged at once: what it costs in memory, twice
 
 
 class _RecordCopies(TorchDispatchMode):
@@ -82,6 +81,8 @@ def by_shard(piece: Slice, shape: torch.Size, world: int) -> Iterator[tuple[int,
             yield from by_shard(Slice(piece.name, size, stride, offset, destination), shape, world)
         return
     first, rest = divmod(piece.offset, row)
+    inside = [(n - 1) * s for d, (n, s) in enumerate(zip(piece.size, piece.stride, strict=True)) if d not in across]
+    assert 0 in piece.size or rest + sum(inside) < row, f"{piece.name}: a slice that runs on into the next row"
     count, per_rank = (piece.size[across[0]] if across else 1), -(-shape[0] // world)
     for rank in range(first // per_rank, (first + count - 1) // per_rank + 1):
         low, high = max(first, rank * per_rank), min(first + count, (rank + 1) * per_rank)

@@ -80,7 +80,9 @@ def _limit_memory() -> None:
     """Linux: a call that eats memory gets MemoryError, and where all of the machine's is gone the worker goes first."""
     # RLIMIT_DATA rather than RLIMIT_AS: it leaves out what torch and CUDA map or reserve without ever filling it.
     if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_GIB * 2**30, MEMORY_GIB * 2**30))
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = MEMORY_GIB * 2**30 if hard == resource.RLIM_INFINITY else min(hard, MEMORY_GIB * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 

@@ -194,7 +194,7 @@ def train_policy(s, batches, policy, reference=None, critic=None, padded=True):
             else:
                 advantages = group_advantages(s, rows, old)
         sums, norms, seen = dict.fromkeys(("loss", "clipped", "entropy", "kl", "value"), 0.0), {n: [] for n in parts}, 0
-        left_out = False
+        left_out, taken = False, []
         for epoch in range(s["update_epochs"]):
             order = np.random.default_rng(seed_for("minibatch", s["seed"], step, epoch)).permutation(len(rows))
             for chosen in order.reshape(-1, s["minibatch_size"] or len(rows)):
@@ -229,6 +229,7 @@ def train_policy(s, batches, policy, reference=None, critic=None, padded=True):
                 crossed = 0 < s["max_kl"] < moved
                 left_out = crossed and s["on_max_kl"] != "lower-lr"
                 lowered = {n: factor * rate for n, rate in rates.items()}
+                taken.append(lowered.get("policy"))
                 apply({n: parts[n] for n in rates}, lowered, s, first, norms, not left_out)
                 if crossed and s["on_max_kl"] == "lower-lr":
                     factor *= 1 - s["kl_lr_decay"]
@@ -240,7 +241,7 @@ def train_policy(s, batches, policy, reference=None, critic=None, padded=True):
             row |= {
                 "policy/loss": sums["loss"] / seen, "policy/clip_frac": sums["clipped"] / seen,
                 "policy/entropy": sums["entropy"] / seen, "optim/grad_norm": np.mean(norms["policy"]),
-                "optim/lr": factor * rates["policy"],
+                "optim/lr": np.mean(taken),
             }  # fmt: skip
         if critic:
             row |= {"value/loss": sums["value"] / seen, "optim/critic_grad_norm": np.mean(norms["critic"])}

@@ -450,4 +450,7 @@ def test_every_choice_that_changes_a_loss_has_a_row():
     for name, script in SCRIPTS.items():
         for flag, kind in typing.get_type_hints(script.Args).items():
             if typing.get_origin(kind) is typing.Literal and flag not in ("export_hf", "dtype", "sleep", "overlong"):
-                assert {s[flag] for s in LOSSES[name].values()} == set(typing.get_args(kind)), f"{name} --{flag}"
+                rows = (
+                    [script.DEFAULTS | row for row in LAYOUTS.values()] if flag == "offload" else LOSSES[name].values()
+                )
+                assert {row[flag] for row in rows} == set(typing.get_args(kind)), f"{name} --{flag}"
