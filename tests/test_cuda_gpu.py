@@ -1,11 +1,18 @@
 """What only CUDA shows. On a machine with a GPU: python -m pytest tests/test_cuda_gpu.py"""
 
+import sys
+
+import numpy as np
 import pytest
 import torch
-from conftest import make_model, sequences
+from conftest import ROOT, make_model, run, sequences
+from safetensors.numpy import load_file
+from test_golden import GOLDEN, SCRIPTS
+from test_runs import rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid_engine import HybridEngine, Sampling
+from utils import tiny
 from utils.forward import logprobs_of, values_of
 from utils.models import hf_name, load_policy, load_scalar
 from utils.packing import pack
@@ -194,3 +201,26 @@ def test_the_no_grad_forwards_do_not_wait_for_the_device(process_group, path):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_what_lives_on_the_host_changes_no_number(tmp_path):
+    """Ten recorded steps in float32: moments that visit the card are stepped there, to the bit; a step on the host is
+    another kernel's.
+    """
+    tiny.make_model(tmp_path / "model", seed=11, num_sft_steps=0)
+    tiny.make_data(tmp_path / "data")
+    for offload in ("none", "optimizer", "all"):
+        result = run([
+            sys.executable, ROOT / "grpo_fsdp.py", "--run-dir", tmp_path / offload, "--model", tmp_path / "model",
+            "--train-files", tmp_path / "data/train.parquet", "--num-steps", 10, "--lr", 3e-4, "--max-prompt-len", 16,
+            "--max-response-len", 12, *SCRIPTS["grpo_fsdp"], "--replay", GOLDEN / "rollouts", "--dtype", "float32",
+            "--save-every", 5, "--offload", offload,
+        ])  # fmt: skip
+        assert result.returncode == 0, result.stderr[-3000:]
+    last = {offload: rows(tmp_path / offload)[-1] for offload in ("none", "optimizer", "all")}
+    assert last["optimizer"]["mem/optimizer_gib"] < 0.01 * last["none"]["mem/optimizer_gib"]
+    assert last["all"]["mem/weights_gib"] == 0 < last["optimizer"]["mem/weights_gib"]
+    weights = {offload: load_file(tmp_path / offload / "hf/model.safetensors") for offload in last}
+    assert all(np.array_equal(weights["optimizer"][key], w) for key, w in weights["none"].items())
+    apart = np.concatenate([np.abs(weights["all"][key] - w).ravel() for key, w in weights["none"].items()])
+    assert apart.max() < 0.1 * 3e-4 * 20 and apart.mean() < 1e-2 * 3e-4

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -114,6 +115,51 @@ def test_a_rank_that_hangs_ends_the_run_with_its_last_words(folder, straight):
     assert not any(environment(pid).get("TEST_RUN") == str(folder / name) for pid in os.listdir("/proc"))
     finish(folder, start(folder, "grpo_fsdp", name, "--resume", "auto"), name)
     assert [row["step"] for row in rows(folder / name)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_vllm_ends_the_run_and_the_port_is_free_again(folder):
+    """The other one spins in the collectives of vLLM's CPU backend, which know no limit, and leave shared memory."""
+    port, run_dir = free_port(), folder / "hung_in_vllm"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", port]
+    command = [
+        sys.executable, *launcher, ROOT / "grpo_fsdp.py", "--run-dir", run_dir, "--model", folder / "model",
+        "--train-files", folder / "data/train.parquet", "--reward", f"{ROOT}/tests/dense_reward.py:dense",
+        "--prompts-per-step", 4, "--group-size", 4, "--max-prompt-len", 16, "--max-response-len", 12, "--max-num-seqs",
+        16, "--kv-cache-gib", 0.125, "--tensor-parallel-size", 2, "--hang-timeout-s", 5, "--save-every", 1,
+        "--resume", "auto",
+    ]  # fmt: skip
+    log = (folder / "hung_in_vllm.log").open("a")
+
+    def begin(steps):
+        line = [*map(str, [*command, "--num-steps", steps])]
+        env = user_env(OMP_NUM_THREADS="1", TEST_RUN=str(run_dir))
+        return subprocess.Popen(line, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+
+    process = begin(1000)
+    wait_for(folder, "hung_in_vllm", 3, process)
+    mine = [p for p in os.listdir("/proc") if ours(p, run_dir) and environment(p).get("RANK") == "1"]
+    scripts = [p for p in mine if b"grpo_fsdp.py" in Path(f"/proc/{p}/cmdline").read_bytes()]  # not its reward workers
+    os.kill(int(scripts[0]), signal.SIGSTOP)
+    began = time.monotonic()
+    assert process.wait(timeout=60) == 1
+    assert "rank 1 has shown no sign of life for 5 s" in (folder / "hung_in_vllm.log").read_text()
+    assert time.monotonic() - began < 60 and not any(ours(p, run_dir) for p in os.listdir("/proc"))
+    done = rows(run_dir)[-1]["step"]
+    process = begin(done + 2)
+    assert process.wait(timeout=120) == 0, (folder / "hung_in_vllm.log").read_text()[-3000:]
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, done + 3))
+    assert not list(Path("/dev/shm").glob(f"{port}-*"))
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def ours(pid: str, run_dir) -> bool:
+    return environment(pid).get("TEST_RUN") == str(run_dir)
 
 
 def environment(pid: str | int) -> dict[str, str]:
