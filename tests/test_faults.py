@@ -222,7 +222,7 @@ FAULTS: dict[int, list[tuple]] = {
 }  # fmt: skip
 NUMBERS: dict[str, list[int]] = {}  # of each test file
 for number, ways in FAULTS.items():
-    for file in {way[0] for way in ways}:
+    for file in sorted({way[0] for way in ways}):  # the same order in every test process
         NUMBERS.setdefault(file, []).append(number)
 CASES = [(number, k) for number, ways in FAULTS.items() for k in range(len(ways))]
 
