@@ -7,16 +7,19 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine import HybridEngine, Rollout, Sampling
+from utils import reshard
 from utils.dist import all_gather, init_distributed, world_mesh
 from utils.models import hf_name, load_policy
 from utils.packing import pack
 
+reshard.BUCKET_BYTES = 2**19  # so that the exchange takes several
 path, tp, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 mesh = world_mesh(init_distributed())
 rank, world = mesh.get_rank(), mesh.size()
 engine = HybridEngine(path, seed=1, max_model_len=64, eos_token_ids=[5, 6], tensor_parallel_size=tp, kv_cache_gib=0.125)
 policy = load_policy(path, mesh, master_dtype=torch.float32, compute_dtype=torch.float32)
 engine.sync_weights(policy)
+assert len(engine._buckets) == 3, f"{len(engine._buckets)} buckets"
 optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
 warm = [Rollout(0, 0, [1, 2], [4, 5], [], ""), Rollout(1, 0, [3], [6, 7, 8], [], "")]
 policy(pack(warm, torch.device("cpu")), 1.0)[0].sum().backward()
