@@ -194,6 +194,7 @@ class HybridEngine:
             "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature included
             "disable_log_stats": True,
+            "scheduler_cls": "utils.decode_scheduler.DecodeScheduler",
             "enforce_eager": not self.on_cuda,
             "enable_sleep_mode": self.sleep_mode,
         }
@@ -204,8 +205,7 @@ class HybridEngine:
             warnings.simplefilter("ignore")  # about vLLM's own use of torch
             self.vllm = _import_vllm()
             self.llm = self.vllm.LLM(**{**settings, **vllm_args})
-        self._logprobs: dict[str, list[float]] = {}  # of the responses that are being generated, by vLLM's request id
-        self._keep_logprobs(self.llm.llm_engine.engine_core.engine_core.scheduler)
+        self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         # vLLM's CPU worker replaces set_num_threads by a no-op and overwrites LOCAL_WORLD_SIZE.
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
@@ -309,46 +309,24 @@ class HybridEngine:
                     # n single requests rather than one of n: that one would seed its children seed, seed + 1, ...
                     params = self._sampling_params(sampling, seed_for("sample", self.seed, step, uid, sample))
                     request_id = engine.add_request(str(len(requests)), {"prompt_token_ids": list(ids)}, params)
-                    requests[request_id] = rollout = Rollout(uid, sample, list(ids), [], [], "")
-                    self._logprobs[request_id] = rollout.logprobs
+                    requests[request_id] = Rollout(uid, sample, list(ids), [], [], "")
                     if owner == self.tp_rank:
                         mine.add(request_id)
-        # vLLM's step() without its output objects: with hundreds of responses, Python per token is what a step costs.
+        # vLLM's step() without its output objects, which cost Python per token: the scheduler keeps what was sampled.
         while engine.has_unfinished_requests():
-            ended = []
-            for output in engine.engine_core.get_output().outputs:
-                requests[output.request_id].response_ids += output.new_token_ids
-                if output.finish_reason is not None:
-                    ended.append(output)
+            ended = [each for each in engine.engine_core.get_output().outputs if each.finish_reason is not None]
             engine.output_processor.process_outputs(ended)  # forgets the request
             for output in ended:
                 rollout = requests[output.request_id]
+                rollout.response_ids, rollout.logprobs = self._scheduler.responses.pop(output.request_id)
                 rollout.finish_reason = str(output.finish_reason)
                 expected = len(rollout.response_ids) if sampling.logprobs else 0
                 assert len(rollout.logprobs) == expected, f"prompt {rollout.uid}: {len(rollout.logprobs)} log-probs"
                 if on_finish is not None and output.request_id in mine:
                     on_finish(rollout)
-        self._logprobs.clear()
         rollouts = [requests[request_id] for request_id in requests if request_id in mine]
         assert all(r.response_ids for r in rollouts), "vLLM returned an empty response"
         return rollouts
-
-    def _keep_logprobs(self, scheduler) -> None:
-        """Take the sampled tokens' log-probs from the model runner's output, before vLLM makes objects of each."""
-        update = scheduler.update_from_output
-
-        def update_from_output(scheduled, output):
-            taken, output.logprobs = output.logprobs, None
-            outputs = update(scheduled, output)
-            if taken is not None:
-                assert taken.cu_num_generated_tokens is None, "speculative decoding: several tokens a request and step"
-                logprobs = taken.logprobs[:, 0].tolist()
-                for each in (one for client in outputs.values() for one in client.outputs):
-                    if each.new_token_ids:
-                        self._logprobs[each.request_id].append(logprobs[output.req_id_to_index[each.request_id]])
-            return outputs
-
-        scheduler.update_from_output = update_from_output
 
     def _sampling_params(self, sampling: Sampling, seed: int):
         return self.vllm.SamplingParams(

@@ -1,4 +1,4 @@
-"""Generation: the hybrid engine, with and without log-probs, against plain vllm.LLM.generate on the same engine.
+"""Generation: the hybrid engine, with and without log-probs, against plain vllm.LLM.generate and vLLM's own scheduler.
 
 python -m benchmarks.rollout --size 0.5b --prompts 64 --group 8
 The floor: weights and KV cache read once per decode step, at the card's own copy bandwidth.
@@ -49,7 +49,10 @@ def main(args: Args) -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, 256, (args.prompts, args.prompt_len), generator=generator).tolist()
 
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+
     def plain(logprobs: bool) -> int:
+        scheduler.__class__, ours = type(scheduler).__base__, type(scheduler)
         params = [
             engine.vllm.SamplingParams(
                 temperature=1.0, max_tokens=args.response_len, seed=seed_for(i), detokenize=False,
@@ -58,7 +61,9 @@ def main(args: Args) -> None:
             for i in range(requests)
         ]  # fmt: skip
         inputs = [{"prompt_token_ids": ids} for ids in prompts for _ in range(args.group)]
-        return sum(len(o.outputs[0].token_ids) for o in engine.llm.generate(inputs, params, use_tqdm=False))
+        outputs = engine.llm.generate(inputs, params, use_tqdm=False)
+        scheduler.__class__ = ours
+        return sum(len(o.outputs[0].token_ids) for o in outputs)
 
     def ours(logprobs: bool) -> int:
         sampling = Sampling(1.0, args.response_len, logprobs=logprobs)

@@ -129,6 +129,27 @@ def test_same_samples_again_and_other_samples_at_another_step(engine, process_gr
     assert len({tuple(r.response_ids) for r in first}) == len(first)
 
 
+def test_streaks_are_vllms_own_scheduling_two_steps_in_flight(engine, process_group, path, monkeypatch):
+    engine.sync_weights(load(path, process_group))
+    monkeypatch.setattr(engine, "eos_token_ids", list(range(5, 25)))
+    scheduler, begun = type(engine._scheduler), []
+    begin = scheduler._begin
+
+    def sample():
+        assert engine.llm.reset_prefix_cache()
+        return engine.generate(PROMPTS, range(len(PROMPTS)), n=5, step=1, sampling=Sampling(2.0, 150))  # 64 at a time
+
+    monkeypatch.setattr(scheduler, "_begin", lambda self, output: begin(self, output) or begun.append(self._streak))
+    mine = sample()
+    assert engine.llm.llm_engine.engine_core.engine_core.batch_queue_size == 2 and any(begun)
+    monkeypatch.setattr(scheduler, "_begin", lambda self, output: None)
+    theirs = sample()
+    assert len({len(r.response_ids) for r in mine}) > 20 and {r.finish_reason for r in mine} == {"stop", "length"}
+    same = [a.response_ids == b.response_ids for a, b in zip(mine, theirs, strict=True)]
+    assert sum(same) >= 0.95 * len(same)  # an attention kernel's rounding may tip a token
+    assert max(abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(mine, theirs, strict=True)) < 0.05
+
+
 def test_sleep_gives_memory_back_and_wake_and_sync_restore_the_engine(engine, process_group, path):
     policy, exact = load(path, process_group), load(path, process_group, torch.float32)
     engine.sync_weights(policy)
