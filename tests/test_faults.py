@@ -168,6 +168,7 @@ FAULTS: dict[int, list[tuple]] = {
         ("test_engine.py", (ENGINE, SEED, 'seed_for("sample", step, uid, sample)')),
         ("test_engine.py", (ENGINE, SEED, 'seed_for("sample", self.seed, step, uid)')),
         ("test_ranks.py", (ENGINE, SEED, 'seed_for("sample", self.seed, step, len(requests))')),
+        ("test_runs.py", (GRPO, "seed=args.seed,", "seed=1,")),
     ],
     27: [
         ("test_engine.py", (ENGINE, "self._asleep, self.synced = what, False", "self._asleep = what")),

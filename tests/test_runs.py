@@ -195,6 +195,22 @@ def recorded(run_dir):
     return [row for row in kept if row["step"] > 0]
 
 
+def test_fault_24_two_seeds_sample_other_responses_to_the_same_prompts(folder):
+    """Eight rows, all of them in the first batch: their order differs too, their uids do not."""
+    table = pq.read_table(folder / "data/train.parquet")[:8]
+    pq.write_table(table, folder / "eight.parquet")
+    sampled = {}
+    for seed in (1, 2):
+        line = [*command(folder, f"seed_{seed}"), "--seed", seed, "--train-files", folder / "eight.parquet"]
+        line += ["--num-steps", 1, "--record", folder / f"sampled_{seed}", "--eval-every", 0, "--save-every", 0]
+        result = run([sys.executable, *line, "--export-hf", "off"])
+        assert result.returncode == 0, result.stderr[-4000:]
+        recorded = pq.read_table(folder / f"sampled_{seed}/step_1.parquet").to_pylist()
+        sampled[seed] = {(row["uid"], row["sample"]): row["response_ids"] for row in recorded}
+    assert len(sampled[1]) == 32 and sampled[1].keys() == sampled[2].keys()
+    assert all(ids != sampled[2][key] for key, ids in sampled[1].items())
+
+
 def test_replayed_is_recorded_to_the_bit(folder):
     replay(folder, "replayed", command)
     assert recorded(folder / "replayed") == recorded(folder / "straight")
