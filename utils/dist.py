@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,10 +40,16 @@ def init_distributed() -> torch.device:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
-    # What still holds the group once it is destroyed (meshes, sharded modules, in cycles) goes before the interpreter
-    # does: a gloo thread that lets go of a tensor after that aborts the process.
-    atexit.register(gc.collect)
+    atexit.register(_let_go)
     return device
+
+
+def _let_go() -> None:
+    """What still holds the group once it is destroyed (meshes, sharded modules, in cycles) goes before the interpreter
+    does: a gloo thread that lets go of a tensor after that aborts the process.
+    """
+    gc.collect()
+    time.sleep(0.1)  # for one that is late: it needs the interpreter's lock, and on a full machine its turn
 
 
 _asked_to_stop: list[bool] = []
