@@ -1,6 +1,7 @@
 """Responses scheduled in streaks are vLLM's own to the bit, whenever they end, and wherever a streak cannot be."""
 
 import random
+from collections import deque
 from itertools import chain
 from types import SimpleNamespace
 
@@ -104,6 +105,18 @@ def test_a_cache_without_room_for_all_tokens_is_left_to_vllm(engine, monkeypatch
     assert preempted and mine == generate(engine, plain, monkeypatch, False, *asked, free=28)
     assert 0 < counts["in streaks"] < counts["steps"], counts  # once enough of them have ended
     pool.free_blocks(held)
+
+
+def test_a_step_in_flight_as_on_a_gpu(engine, monkeypatch):
+    """vLLM's loop with two steps at a time; one is still in flight after a generate, and returns in the next."""
+    core, asked = engine.llm.llm_engine.engine_core.engine_core, (prompts(24, 40), 60)
+    monkeypatch.setattr(core, "batch_queue_size", 2)
+    monkeypatch.setattr(core, "batch_queue", deque(maxlen=2))
+    monkeypatch.setattr(core, "step_fn", core.step_with_batch_queue)
+    mine = [generate(engine, counts := {}, monkeypatch, True, *asked) for _ in range(2)]
+    assert counts["in streaks"] and len(core.batch_queue) == 1
+    assert engine.llm.reset_prefix_cache()
+    assert mine[0] == mine[1] == generate(engine, {}, monkeypatch, False, *asked)
 
 
 @pytest.mark.parametrize("temperature, logprobs", [(0.0, False), (1.0, False), (0.7, True)])
