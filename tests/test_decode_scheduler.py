@@ -95,13 +95,18 @@ def test_streaks_end_when_many_can_join_and_begin_again(engine, monkeypatch):
 
 def test_a_cache_without_room_for_all_tokens_is_left_to_vllm(engine, monkeypatch):
     """16 responses of up to 4 blocks in 28: vLLM preempts some when the others outgrow it."""
+    from utils.decode_scheduler import Streak
+
     asked, preempted, pool = (prompts(8, 4), 110), [], engine._scheduler.kv_cache_manager.block_pool
     held, scheduler = pool.get_new_blocks(BLOCKS - 28), type(engine._scheduler)
     preempt = scheduler._preempt_request
     patched = lambda self, *args, **kwargs: preempted.append(args) or preempt(self, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(scheduler, "_preempt_request", patched)
     counts, plain = {}, {}
+    init, built = Streak.__init__, []
+    monkeypatch.setattr(Streak, "__init__", lambda *args: built.append(args) or init(*args))
     mine = generate(engine, counts, monkeypatch, True, *asked, free=28)
+    assert len(built) <= 2 * PLACES, "room was looked for at every step, though none had ended"
     assert preempted and mine == generate(engine, plain, monkeypatch, False, *asked, free=28)
     assert 0 < counts["in streaks"] < counts["steps"], counts  # once enough of them have ended
     pool.free_blocks(held)
