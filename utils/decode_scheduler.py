@@ -50,6 +50,7 @@ class DecodeScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         self.responses: dict[str, tuple[list[int], list[float]]] = {}
         self._streak: Streak | None = None
+        self._full = False  # no room for a streak was left, and no request has ended since: there is still none
 
     def add_request(self, request) -> None:
         self.responses[request.request_id] = ([], [])
@@ -77,6 +78,7 @@ class DecodeScheduler(AsyncScheduler):
 
     def _begin(self, output) -> None:
         """Start a streak after this step, if it is one of decoding alone and the KV cache has room for all to come."""
+        self._full = self._full and not output.finished_req_ids
         groups, n = self.kv_cache_config.kv_cache_groups, len(self.running)
         cached = output.scheduled_cached_reqs
         decodes = len(cached.req_ids) == n == output.total_num_scheduled_tokens > 0
@@ -84,7 +86,9 @@ class DecodeScheduler(AsyncScheduler):
             return
         if any(r.is_prefill_chunk or r.use_structured_output or r.has_encoder_inputs for r in self.running):
             return
-        if len(groups) != 1 or self.connector is not None or self.defer_block_free or self._some_can_join():
+        if len(groups) != 1 or self.connector is not None or self.defer_block_free:
+            return
+        if self._full or self._some_can_join():
             return
         streak = Streak(list(self.running), output, self.max_model_len)
         assert streak.ids == cached.req_ids, "vLLM scheduled its running requests in another order"
@@ -92,7 +96,8 @@ class DecodeScheduler(AsyncScheduler):
         more = streak.limit - streak.sampled  # tokens that are still to be computed: the last one never is
         held = np.array([len(manager.get_blocks(name).blocks[0]) for name in streak.ids])
         needed = np.maximum(0, -(-(streak.computed + more) // block) - held)
-        if needed.sum() > manager.block_pool.get_num_free_blocks():
+        self._full = bool(needed.sum() > manager.block_pool.get_num_free_blocks())
+        if self._full:
             return
         for slot in np.flatnonzero(needed):
             blocks = manager.allocate_slots(streak.requests[slot], int(more[slot]))
