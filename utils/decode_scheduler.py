@@ -23,6 +23,7 @@ class Streak:
     """Requests that decode together, each in a slot. Counts of a slot are those before the streak's first step.
 
     A slot takes part in every step until its request ends, so its tokens stand in the first rows of its column.
+    Shapes: [slots]; tokens and logprobs [steps, slots].
     """
 
     def __init__(self, requests: list, first, max_model_len: int):
@@ -44,7 +45,10 @@ class Streak:
 
 
 class DecodeScheduler(AsyncScheduler):
-    """`responses` holds the ids and log-probs sampled so far, by request id; whoever takes a response removes it."""
+    """`responses` holds the ids and log-probs sampled so far, by request id; whoever takes a response removes it.
+
+    An output tells that a request has ended, not all that it sampled: LLM.generate would lose tokens here.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
