@@ -75,8 +75,8 @@ def torchrun(num_ranks: int, *command, **kwargs) -> subprocess.CompletedProcess:
 
 def pytest_collection_modifyitems(items):
     """Fast files first: those that start whole runs come last."""
-    last = ["malformed", "engine", "bad_input", "guards", "ranks", "survive", "demo", "equivalence", "runs", "ppo_runs"]
-    last += ["soak", "faults"]
+    last = ["malformed", "decode_scheduler", "engine", "bad_input", "guards", "ranks", "survive", "demo"]
+    last += ["equivalence", "runs", "ppo_runs", "soak", "faults"]
     place = {f"test_{name}": k for k, name in enumerate(last)}
     items.sort(key=lambda item: place.get(item.path.stem, -1))
 

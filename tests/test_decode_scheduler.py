@@ -16,7 +16,7 @@ from utils.models import load_policy
 BLOCKS, PLACES = 48, 16  # of 32 tokens; responses at a time
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # vLLM destroys the process group, which other files share, when it goes
 def engine(process_group, tmp_path_factory):
     path = str(make_model(tmp_path_factory.mktemp("streaks") / "m", tie=True))
     engine = HybridEngine(

@@ -15,7 +15,7 @@ FLOAT32 = {"master_dtype": torch.float32, "compute_dtype": torch.float32}
 PROMPTS = [[1, 2, 3], [9, 8], [7, 20, 33, 41], [4, 4, 4, 4, 4]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def path(tmp_path_factory):
     path = make_model(tmp_path_factory.mktemp("engine") / "m", tie=True)
     sampling = {"eos_token_id": [5, 6], "do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
@@ -23,7 +23,7 @@ def path(tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # vLLM destroys the process group, which other files share, when it goes
 def engine(process_group, path):
     # small blocks: a stale prefix is visible only where a prompt fills whole ones
     return HybridEngine(path, seed=1, max_model_len=128, eos_token_ids=[5, 6], kv_cache_gib=0.125, block_size=32)
