@@ -49,10 +49,9 @@ def main(args: Args) -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, 256, (args.prompts, args.prompt_len), generator=generator).tolist()
 
-    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-
     def plain(logprobs: bool) -> int:
-        scheduler.__class__, ours = type(scheduler).__base__, type(scheduler)
+        scheduler, kind = engine._scheduler, type(engine._scheduler)
+        scheduler.__class__ = kind.__base__
         params = [
             engine.vllm.SamplingParams(
                 temperature=1.0, max_tokens=args.response_len, seed=seed_for(i), detokenize=False,
@@ -62,7 +61,7 @@ def main(args: Args) -> None:
         ]  # fmt: skip
         inputs = [{"prompt_token_ids": ids} for ids in prompts for _ in range(args.group)]
         outputs = engine.llm.generate(inputs, params, use_tqdm=False)
-        scheduler.__class__ = ours
+        scheduler.__class__ = kind
         return sum(len(o.outputs[0].token_ids) for o in outputs)
 
     def ours(logprobs: bool) -> int:

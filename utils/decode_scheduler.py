@@ -1,9 +1,10 @@
 """vLLM's scheduler, without its cost per response and step while all responses do nothing but decode.
 
-vLLM visits each running request several times a decode step: 10 to 20 us of Python, so that hundreds of responses take
-the host longer than the GPU. But where every running request decodes and has room for all its tokens, there is nothing
-to decide until one of them ends. Such steps make a streak: their schedules are one vector each, their tokens wait in a
-matrix, and a request hears of them when it ends or when the streak does. Whatever else happens is vLLM's to schedule.
+vLLM visits each running request several times a decode step: about 14 us of Python (what is saved here, by 44.7 and
+125.4 k tokens/s in `benchmarks.rollout`), so that hundreds of responses take the host longer than the GPU. But where
+every running request decodes and has room for all its tokens, there is nothing to decide until one of them ends. Such
+steps make a streak: their schedules are one vector each, their tokens wait in a matrix, and a request hears of them
+when it ends or when the streak does. Whatever else happens is vLLM's to schedule.
 
 Follows vllm.v1.core.sched, releases 0.26 and 0.32. Imported when the engine is built, as vLLM itself.
 """
@@ -188,9 +189,7 @@ class DecodeScheduler(AsyncScheduler):
             reason = request.get_finished_reason()
             self._free_request(request)
             self._leave(slot)
-            ended.append(
-                EngineCoreOutput(request.request_id, [token], finish_reason=reason, stop_reason=request.stop_reason)
-            )
+            ended.append(EngineCoreOutput(request.request_id, [token], finish_reason=reason))
         streak.updated += 1
         if ended:
             self.running = remove_all(self.running, {streak.requests[streak.slot_of[e.request_id]] for e in ended})
