@@ -20,7 +20,7 @@ NAMED = [*range(1, 8), *range(9, 13), 15, 16, *range(20, 25), 27, 30, *range(35,
 LIMIT_S = 600
 
 GRPO, PPO, RM, ENGINE = "grpo_fsdp.py", "ppo_fsdp.py", "reward_model_bt.py", "hybrid_engine.py"
-FORWARD, PACKING, SCORING = "utils/forward.py", "utils/packing.py", "utils/scoring.py"
+FORWARD, HEAD, PACKING, SCORING = "utils/forward.py", "utils/head.py", "utils/packing.py", "utils/scoring.py"
 CHECKPOINT, DATA, REWARDS = "utils/checkpoint.py", "utils/data.py", "utils/rewards.py"
 EXPORT = "utils/export.py"
 
@@ -45,10 +45,10 @@ ONE_PASS = """\
 LAST = "last_BR = torch.arange(kl_BR.shape[1], device=kl_BR.device) == lengths_B[:, None]"
 NEXT = "torch.where(t_R == lengths_B[:, None] - 1, bootstrap_B[:, None], shifted_BR)"
 BOOTSTRAP = "        bootstrap_B = bootstrap_B * (truncated_B & args.bootstrap_truncated)\n"
-LOGITS = "F.linear(hidden_NH, weight_VH, bias_V).float()"
-LOGPROBS = "    logprobs_N = logits_NV.gather(-1, target_N[:, None])[:, 0] - lse_N\n"
-ENTROPY = "entropy_N = lse_N - (logits_NV - lse_N[:, None]).exp_().mul_(logits_NV).sum(-1)\n"
-RAW_ENTROPY = "entropy_N = torch.distributions.Categorical(logits=logits_NV * temperature).entropy()\n"
+LOGITS = "    logits_nV = logits_nV.float() / temperature\n"
+LOGPROBS = "    return logits_nV.gather(-1, target_n[:, None])[:, 0] - lse_n, entropy_n, lse_n\n"
+RAW_LOGPROBS = "    return (logits_nV.gather(-1, target_n[:, None])[:, 0] - lse_n) / temperature, entropy_n, lse_n\n"
+RAW_ENTROPY = "    entropy_n = torch.distributions.Categorical(logits=logits_nV * temperature).entropy()\n"
 NO_GRAD = "forward = rollouts, R, args.temperature, args.max_tokens_per_gpu, device"
 SAMPLING = "            temperature=sampling.temperature,\n"
 SEED = 'seed_for("sample", self.seed, step, uid, sample)'
@@ -138,9 +138,9 @@ FAULTS: dict[int, list[tuple]] = {
                  (MODELS, "def hf_name(", f"{CLIP_SHARDS}def hf_name("))],
     15: [
         ("test_engine.py", (ENGINE, '"logprobs_mode": "processed_logprobs"', '"logprobs_mode": "raw_logprobs"')),
-        ("test_models.py", (FORWARD, f"{LOGITS} / temperature", LOGITS),
-                           (FORWARD, LOGPROBS, f"{LOGPROBS}    logprobs_N = logprobs_N / temperature\n")),
-        ("test_models.py", (FORWARD, ENTROPY, RAW_ENTROPY)),
+        ("test_models.py", (HEAD, LOGITS, LOGITS.replace(" / temperature", "")), (HEAD, LOGPROBS, RAW_LOGPROBS)),
+        ("test_models.py", (HEAD, LOGPROBS, f"{RAW_ENTROPY}{LOGPROBS}")),
+        ("test_models.py", (HEAD, "(grad_nV / temperature)", "grad_nV")),
         ("test_runs.py", (GRPO, NO_GRAD, NO_GRAD.replace("args.temperature", "1.0"))),
         ("test_runs.py", (GRPO, "policy(packed, args.temperature)", "policy(packed, 1.0)")),
         ("test_runs.py", (GRPO, "(reference, *forward)", "(reference, *forward[:2], 1.0, *forward[3:])")),

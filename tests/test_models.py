@@ -6,7 +6,7 @@ from conftest import make_model, sequences
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
-from utils import forward, models
+from utils import head, models
 from utils.models import load_config, load_policy
 from utils.packing import pack
 
@@ -44,7 +44,7 @@ families = pytest.mark.parametrize(
 
 @families
 def test_fault_39_packed_equals_one_by_one(process_group, tmp_path, monkeypatch, family, tie, options):
-    monkeypatch.setattr(forward, "HEAD_CHUNK", 3)  # several chunks, the last one short
+    monkeypatch.setattr(head, "HEAD_CHUNK", 3)  # several chunks, the last one short
     compare(process_group, tmp_path, family, tie, options, temperature=1.0)
 
 

@@ -1,7 +1,7 @@
 """Packed forwards of a causal LM and of a scalar model: log-probs of the response tokens, or values and scores.
 
 Shapes: T packed tokens, N response tokens of the micro-batch, b its responses, H hidden, V vocabulary, D head size. [T,
-V] never exists: the head runs on the N predicting positions alone, in chunks, and is recomputed in the backward pass.
+V] never exists: the head runs on the N predicting positions alone, in chunks (utils/head.py).
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
 
+from utils.head import KERNELS, LogProbHead
 from utils.packing import Packed, pack, plan_together, to_device
 
 if torch.cuda.is_available():
     from torch.nn.attention.varlen import varlen_attn
-
-HEAD_CHUNK = 2048  # response tokens per head chunk; at a vocabulary of 152k one float32 [chunk, V] is 1.2 GiB
 
 
 def packed_attention(
@@ -97,20 +95,6 @@ def _backbone_flops(lm: nn.Module, lengths: np.ndarray) -> float:
     return 6.0 * params * lengths.sum() + 6.0 * layers * heads * head_size * np.square(lengths).sum()
 
 
-def _head_chunk(hidden_NH, weight_VH, bias_V, target_N, temperature, entropy_grad):
-    # DETAIL: logits are divided by the temperature once, in float32, before log-prob and entropy alike, as the engine
-    # does (processed_logprobs); dividing log-probs instead would leave them unnormalised.
-    logits_NV = F.linear(hidden_NH, weight_VH, bias_V).float() / temperature
-    lse_N = logits_NV.logsumexp(-1)
-    logprobs_N = logits_NV.gather(-1, target_N[:, None])[:, 0] - lse_N
-    if entropy_grad:
-        entropy_N = lse_N - (logits_NV.softmax(-1) * logits_NV).sum(-1)
-    else:
-        with torch.no_grad():  # logged, not trained on
-            entropy_N = lse_N - (logits_NV - lse_N[:, None]).exp_().mul_(logits_NV).sum(-1)
-    return logprobs_N, entropy_N
-
-
 class PolicyModel(nn.Module):
     """A causal LM as the root FSDP module: its forward returns log-probs, so that all FSDP work is inside it."""
 
@@ -121,7 +105,7 @@ class PolicyModel(nn.Module):
         self.lm = lm
         self.saved_dtype = saved_dtype  # of the folder it was loaded from, and of the one it is exported to
         self.generation_config_file: str | None = None  # goes into the export as it is
-        self.head_chunk = _head_chunk
+        self.head_kernels = KERNELS
         if lm.config.tie_word_embeddings:
             # FSDP2 keeps one owner per parameter: the alias would be left behind on every unshard, so it goes.
             lm.set_output_embeddings(None)
@@ -133,7 +117,7 @@ class PolicyModel(nn.Module):
 
     def compile_head(self) -> None:
         """Fuse what is done to [chunk, V] logits: each pass over them costs as much memory traffic as a small block."""
-        self.head_chunk = torch.compile(_head_chunk, dynamic=True)
+        self.head_kernels = tuple(torch.compile(kernel, dynamic=True) for kernel in KERNELS)
 
     def forward(self, packed: Packed, temperature: float, entropy_grad: bool = False) -> tuple:
         """Log-prob and entropy, in nats, of each response token at `temperature`.
@@ -142,16 +126,10 @@ class PolicyModel(nn.Module):
         """
         hidden_TH = _hidden(self.lm, packed)
         head = self.lm.get_output_embeddings() or self.lm.get_input_embeddings()
-        bias_V = getattr(head, "bias", None)
-        chunks = []
-        for hidden, target in zip(
-            hidden_TH[packed.predict_N].split(HEAD_CHUNK), packed.target_N.split(HEAD_CHUNK), strict=True
-        ):
-            args = (hidden, head.weight, bias_V, target, temperature, entropy_grad)
-            grad = torch.is_grad_enabled()
-            chunks.append(checkpoint(self.head_chunk, *args, use_reentrant=False) if grad else self.head_chunk(*args))
-        logprobs_N, entropy_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        return logprobs_N, entropy_N
+        return LogProbHead.apply(
+            hidden_TH[packed.predict_N], head.weight, getattr(head, "bias", None), packed.target_N, temperature,
+            entropy_grad, self.head_kernels,
+        )  # fmt: skip
 
 
 class ScalarModel(nn.Module):

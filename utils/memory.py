@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from utils.dist import all_gather
-from utils.forward import HEAD_CHUNK, attention_shape
+from utils.forward import attention_shape
+from utils.head import HEAD_CHUNK
 from utils.preflight import flag
 
 GIB = 2**30
