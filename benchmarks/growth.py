@@ -44,7 +44,8 @@ class Args:
 def main(args: Args) -> None:
     device = init_distributed()
     path, longest = str(make_model(args.size)), args.prompt_len + max(*args.lengths, args.response_len)
-    sizes = {"tensor_parallel_size": 1, "prompts_per_step": max(args.responses), "group_size": 1}
+    most = max(*args.responses, args.length_responses)
+    sizes = {"tensor_parallel_size": 1, "prompts_per_step": most, "group_size": 1}
     sizes |= {"max_prompt_len": 0, "max_response_len": longest, "max_num_seqs": args.max_num_seqs}
     engine = HybridEngine(
         path, seed=1, eos_token_ids=[256], dtype=torch.bfloat16, max_model_len=longest, max_num_seqs=args.max_num_seqs,

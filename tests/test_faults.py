@@ -45,7 +45,7 @@ ONE_PASS = """\
 LAST = "last_BR = torch.arange(kl_BR.shape[1], device=kl_BR.device) == lengths_B[:, None]"
 NEXT = "torch.where(t_R == lengths_B[:, None] - 1, bootstrap_B[:, None], shifted_BR)"
 BOOTSTRAP = "        bootstrap_B = bootstrap_B * (truncated_B & args.bootstrap_truncated)\n"
-LOGITS = "    logits_nV = logits_nV.float() / temperature\n"
+LOGITS = "    logits_nV = over_temperature(logits_nV, temperature)\n"
 LOGPROBS = "    return logits_nV.gather(-1, target_n[:, None])[:, 0] - lse_n, entropy_n, lse_n\n"
 RAW_LOGPROBS = "    return (logits_nV.gather(-1, target_n[:, None])[:, 0] - lse_n) / temperature, entropy_n, lse_n\n"
 RAW_ENTROPY = "    entropy_n = torch.distributions.Categorical(logits=logits_nV * temperature).entropy()\n"
@@ -138,9 +138,9 @@ FAULTS: dict[int, list[tuple]] = {
                  (MODELS, "def hf_name(", f"{CLIP_SHARDS}def hf_name("))],
     15: [
         ("test_engine.py", (ENGINE, '"logprobs_mode": "processed_logprobs"', '"logprobs_mode": "raw_logprobs"')),
-        ("test_models.py", (HEAD, LOGITS, LOGITS.replace(" / temperature", "")), (HEAD, LOGPROBS, RAW_LOGPROBS)),
+        ("test_models.py", (HEAD, LOGITS, "    logits_nV = logits_nV.float()\n"), (HEAD, LOGPROBS, RAW_LOGPROBS)),
         ("test_models.py", (HEAD, LOGPROBS, f"{RAW_ENTROPY}{LOGPROBS}")),
-        ("test_models.py", (HEAD, "(grad_nV / temperature)", "grad_nV")),
+        ("test_models.py", (HEAD, "over_temperature(grad_nV, temperature)", "grad_nV")),
         ("test_runs.py", (GRPO, NO_GRAD, NO_GRAD.replace("args.temperature", "1.0"))),
         ("test_runs.py", (GRPO, "policy(packed, args.temperature)", "policy(packed, 1.0)")),
         ("test_runs.py", (GRPO, "(reference, *forward)", "(reference, *forward[:2], 1.0, *forward[3:])")),

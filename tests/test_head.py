@@ -32,7 +32,7 @@ def test_values_and_gradients_are_those_of_autograd(monkeypatch, compiled, bias,
     monkeypatch.setattr(head, "HEAD_CHUNK", 3)  # 8 tokens: three chunks, the last one short
     tensors, target_N, (for_logprobs_N, for_entropy_N) = inputs(8, bias, scale)
     leaves = [t for t in tensors if t is not None]
-    kernels = tuple(torch.compile(k, dynamic=True, backend="aot_eager") for k in head.KERNELS)
+    kernels = tuple(torch.compile(k, backend="aot_eager") for k in head.KERNELS)
     kernels = kernels if compiled else head.KERNELS
     got = head.LogProbHead.apply(*tensors, target_N, 0.7, entropy_grad, kernels)
     expected = plain(*tensors, target_N, 0.7)

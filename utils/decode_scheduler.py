@@ -178,9 +178,11 @@ class DecodeScheduler(AsyncScheduler):
         ended = []
         for slot in slots[ends & streak.alive[slots]]:
             request, token = streak.requests[slot], int(streak.tokens[k, slot])
+            request._block_hasher = None  # no request will start with this response: it is not for the prefix cache,
             self._tell(slot, k)
-            _, stopped = self._update_request_with_output(request, [token])
+            _, stopped = super(AsyncScheduler, self)._update_request_with_output(request, [token])  # nor put there here
             assert stopped, f"request {request.request_id} goes on after token {token}"
+            request.num_output_placeholders -= 1
             request.num_in_flight_tokens -= 1
             ids, kept = self.responses[request.request_id]
             ids.append(token)

@@ -16,7 +16,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from utils.head import KERNELS, LogProbHead
+from utils.head import KERNELS, LogProbHead, compiled_kernels
 from utils.packing import Packed, pack, plan_together, to_device
 
 if torch.cuda.is_available():
@@ -117,7 +117,7 @@ class PolicyModel(nn.Module):
 
     def compile_head(self) -> None:
         """Fuse what is done to [chunk, V] logits: each pass over them costs as much memory traffic as a small block."""
-        self.head_kernels = tuple(torch.compile(kernel, dynamic=True) for kernel in KERNELS)
+        self.head_kernels = compiled_kernels()
 
     def forward(self, packed: Packed, temperature: float, entropy_grad: bool = False) -> tuple:
         """Log-prob and entropy, in nats, of each response token at `temperature`.

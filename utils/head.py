@@ -10,11 +10,15 @@ import torch.nn.functional as F
 HEAD_CHUNK = 2048  # tokens; at a vocabulary of 152k one float32 [chunk, V] is 1.2 GiB
 
 
-def chunk_forward(logits_nV: torch.Tensor, target_n: torch.Tensor, temperature: float) -> tuple:
-    """Log-prob of the targets, entropy, and log-sum-exp of the logits over the temperature: all [n] float32, nats."""
+def over_temperature(logits_nV: torch.Tensor, temperature: float) -> torch.Tensor:
     # DETAIL: logits are divided by the temperature once, in float32, before log-prob and entropy alike, as the engine
     # does (processed_logprobs); dividing log-probs instead would leave them unnormalised.
-    logits_nV = logits_nV.float() / temperature
+    return logits_nV.float() if temperature == 1.0 else logits_nV.float() / temperature
+
+
+def chunk_forward(logits_nV: torch.Tensor, target_n: torch.Tensor, temperature: float) -> tuple:
+    """Log-prob of the targets, entropy, and log-sum-exp of the logits over the temperature: all [n] float32, nats."""
+    logits_nV = over_temperature(logits_nV, temperature)
     max_n1 = logits_nV.amax(-1, keepdim=True)
     centred_nV = logits_nV - max_n1
     exp_nV = centred_nV.exp()
@@ -38,16 +42,24 @@ def chunk_backward(
 
     z: logits over the temperature.
     """
-    logprobs_nV = logits_nV.float() / temperature - lse_n[:, None]
+    logprobs_nV = over_temperature(logits_nV, temperature) - lse_n[:, None]
     probs_nV = logprobs_nV.exp()
     is_target_nV = torch.arange(logits_nV.shape[-1], device=logits_nV.device) == target_n[:, None]
-    grad_nV = grad_logprob_n[:, None] * (is_target_nV.float() - probs_nV)
+    grad_nV = torch.where(is_target_nV, probs_nV - 1, probs_nV) * -grad_logprob_n[:, None]
     if grad_entropy_n is not None:
         grad_nV = grad_nV - grad_entropy_n[:, None] * probs_nV * (logprobs_nV + entropy_n[:, None])
-    return (grad_nV / temperature).to(logits_nV.dtype)
+    return over_temperature(grad_nV, temperature).to(logits_nV.dtype)
 
 
 KERNELS = chunk_forward, chunk_backward
+
+
+def compiled_kernels() -> tuple:
+    """The kernels fused, by torch.compile's default: it sees that n varies, and keeps V and the temperature constant.
+
+    With V a variable too, an index of [n, V] costs divisions, which take several times the time of the memory traffic.
+    """
+    return tuple(torch.compile(kernel) for kernel in KERNELS)
 
 
 class LogProbHead(torch.autograd.Function):
@@ -87,4 +99,5 @@ class LogProbHead(torch.autograd.Function):
             grad_weight_VH.addmm_(grad_nV.T, hidden_NH[n])
             if bias_V is not None:
                 grad_bias_V += grad_nV.sum(0)
+            del grad_nV  # or the next chunk would be computed beside it
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None

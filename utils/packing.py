@@ -8,8 +8,8 @@ Shapes: B responses on this rank, R longest of them, b responses of a micro-batc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+import numpy as np
 import torch
 
 from utils.dist import all_gather
@@ -23,8 +23,10 @@ def pad_rows(rows: Sequence[Sequence[float | int]], dtype: torch.dtype, width: i
     return padded
 
 
-def to_device(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.long) -> torch.Tensor:
-    """A host list as a device tensor, without waiting for the work that is queued on the device."""
+def to_device(
+    values: Sequence[int] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.long
+) -> torch.Tensor:
+    """Numbers of the host as a device tensor, without waiting for the work that is queued on the device."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -100,31 +102,25 @@ def pack(rollouts: Sequence, device: torch.device) -> Packed:
     Args: rollouts: anything with `prompt_ids` and `response_ids`.
     Raises: AssertionError on an empty prompt or response: neither has a token to predict from or to learn.
     """
-    ids: list[int] = []
-    positions: list[int] = []
-    bounds, predict, target, rows, cols = [0], [], [], [], []
-    for row, (prompt, response) in enumerate((r.prompt_ids, r.response_ids) for r in rollouts):
-        assert len(prompt) > 0 and len(response) > 0, f"sequence {row}: {len(prompt)} + {len(response)} tokens"
-        start, length = bounds[-1], len(prompt) + len(response)
-        ids += [*prompt, *response]
-        positions += range(length)
-        bounds.append(start + length)
-        first = start + len(prompt) - 1  # the last prompt token predicts the first response token
-        predict += range(first, first + len(response))
-        target += response
-        rows += [row] * len(response)
-        cols += range(len(response))
-    last = [end - 1 for end in bounds[1:]]
-    if not ids:
-        ids, positions, bounds = [0], [0], [0, 1]
+    prompt_b = np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int64)
+    response_b = np.array([len(r.response_ids) for r in rollouts], dtype=np.int64)
+    for row in np.flatnonzero((prompt_b == 0) | (response_b == 0)):
+        raise AssertionError(f"sequence {row}: {prompt_b[row]} + {response_b[row]} tokens")
+    length_b = prompt_b + response_b if len(rollouts) else np.ones(1, dtype=np.int64)
+    ids_T = np.array([token for r in rollouts for ids in (r.prompt_ids, r.response_ids) for token in ids] or [0])
+    bounds = np.concatenate([[0], length_b.cumsum()])
+    row_N = np.repeat(np.arange(len(rollouts)), response_b)
+    col_N = np.arange(len(row_N)) - np.repeat(response_b.cumsum() - response_b, response_b)
+    # the last prompt token predicts the first response token
+    predict_N = (bounds[:-1][: len(rollouts)] + prompt_b - 1)[row_N] + col_N
     return Packed(
-        input_ids_T=to_device(ids, device),
-        position_ids_T=to_device(positions, device),
+        input_ids_T=to_device(ids_T, device),
+        position_ids_T=to_device(np.arange(len(ids_T)) - np.repeat(bounds[:-1], length_b), device),
         cu_seqlens=to_device(bounds, device, torch.int32),
-        max_seqlen=max(b - a for a, b in pairwise(bounds)),
-        predict_N=to_device(predict, device),
-        target_N=to_device(target, device),
-        row_N=to_device(rows, device),
-        col_N=to_device(cols, device),
-        last_b=to_device(last, device),
+        max_seqlen=int(length_b.max()),
+        predict_N=to_device(predict_N, device),
+        target_N=to_device(ids_T[predict_N + 1], device),
+        row_N=to_device(row_N, device),
+        col_N=to_device(col_N, device),
+        last_b=to_device(bounds[1:][: len(rollouts)] - 1, device),
     )
