@@ -362,6 +362,7 @@ class HybridEngine:
             stop_token_ids=self.eos_token_ids,  # the token that stops stays in the response: it is learned too
             logprobs=0 if sampling.logprobs else None,  # 0: the sampled token alone
             detokenize=False,
+            skip_clone=True,  # the object is this request's alone
             output_kind=self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
 

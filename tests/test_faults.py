@@ -200,7 +200,7 @@ FAULTS: dict[int, list[tuple]] = {
                                   "tokenizer.pad_token_id is None:")),
     ],
     39: [
-        ("test_models.py", (PACKING, "positions += range(length)", "positions += range(start, start + length)")),
+        ("test_models.py", (PACKING, "to_device(positions_T, device)", "to_device(np.arange(len(ids_T)), device)")),
         ("test_models.py", (FORWARD, "        position_ids=packed.position_ids_T[None],\n", "")),
         ("test_models.py", (FORWARD, "cu_seq_lens_q=packed.cu_seqlens,", "cu_seq_lens_q=packed.cu_seqlens[[0, -1]],"),
                            (FORWARD, "max_length_q=packed.max_seqlen,", "max_length_q=len(packed.input_ids_T),")),

@@ -153,7 +153,10 @@ class DecodeScheduler(AsyncScheduler):
             assert taken.cu_num_generated_tokens is None, "speculative decoding: several tokens a request and step"
             logprobs = taken.logprobs[:, 0]
         if self._streak is not None and getattr(scheduled, "streak", None) is self._streak:
-            return self._update(scheduled.slots, output, logprobs)
+            names, rows = scheduled.scheduled_cached_reqs.req_ids, slice(None)
+            if output.req_ids != names:  # an older model runner keeps an order of its own
+                rows = np.array([output.req_id_to_index[name] for name in names])
+            return self._update(scheduled.slots, output, rows, logprobs)
         outputs = super().update_from_output(scheduled, output)
         logprobs = None if logprobs is None else logprobs.tolist()
         for each in (one for client in outputs.values() for one in client.outputs):
@@ -165,11 +168,10 @@ class DecodeScheduler(AsyncScheduler):
                 self._leave(self._streak.slot_of[each.request_id])
         return outputs
 
-    def _update(self, slots: np.ndarray, output, logprobs: np.ndarray | None) -> dict:
-        """Keep what a step of the streak sampled in these slots, and end the requests that it ended."""
+    def _update(self, slots: np.ndarray, output, rows, logprobs: np.ndarray | None) -> dict:
+        """Keep what a step of the streak sampled in these slots, `rows` of its output, and end requests that ended."""
         streak, k = self._streak, self._streak.updated
-        rows = np.array([output.req_id_to_index[streak.ids[slot]] for slot in slots])
-        sampled = np.array(output.sampled_token_ids)[:, 0][rows]
+        sampled = np.array([token for (token,) in output.sampled_token_ids])[rows]
         streak.tokens[k, slots] = sampled
         if logprobs is not None:
             streak.logprobs[k, slots] = logprobs[rows]

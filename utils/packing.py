@@ -8,6 +8,7 @@ Shapes: B responses on this rank, R longest of them, b responses of a micro-batc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -106,21 +107,24 @@ def pack(rollouts: Sequence, device: torch.device) -> Packed:
     response_b = np.array([len(r.response_ids) for r in rollouts], dtype=np.int64)
     for row in np.flatnonzero((prompt_b == 0) | (response_b == 0)):
         raise AssertionError(f"sequence {row}: {prompt_b[row]} + {response_b[row]} tokens")
-    length_b = prompt_b + response_b if len(rollouts) else np.ones(1, dtype=np.int64)
-    ids_T = np.array([token for r in rollouts for ids in (r.prompt_ids, r.response_ids) for token in ids] or [0])
+    length_b = prompt_b + response_b
     bounds = np.concatenate([[0], length_b.cumsum()])
+    ids_T = np.fromiter(chain.from_iterable((*r.prompt_ids, *r.response_ids) for r in rollouts), np.int64)
+    positions_T = np.arange(len(ids_T)) - np.repeat(bounds[:-1], length_b)
     row_N = np.repeat(np.arange(len(rollouts)), response_b)
     col_N = np.arange(len(row_N)) - np.repeat(response_b.cumsum() - response_b, response_b)
-    # the last prompt token predicts the first response token
-    predict_N = (bounds[:-1][: len(rollouts)] + prompt_b - 1)[row_N] + col_N
+    predict_N = (bounds[:-1] + prompt_b - 1)[row_N] + col_N  # the last prompt token predicts the first response token
+    target_N, last_b = ids_T[predict_N + 1], bounds[1:] - 1
+    if not rollouts:
+        ids_T, positions_T, bounds = np.zeros(1), np.zeros(1), np.arange(2)
     return Packed(
         input_ids_T=to_device(ids_T, device),
-        position_ids_T=to_device(np.arange(len(ids_T)) - np.repeat(bounds[:-1], length_b), device),
+        position_ids_T=to_device(positions_T, device),
         cu_seqlens=to_device(bounds, device, torch.int32),
-        max_seqlen=int(length_b.max()),
+        max_seqlen=int(np.diff(bounds).max()),
         predict_N=to_device(predict_N, device),
-        target_N=to_device(ids_T[predict_N + 1], device),
+        target_N=to_device(target_N, device),
         row_N=to_device(row_N, device),
         col_N=to_device(col_N, device),
-        last_b=to_device(bounds[1:][: len(rollouts)] - 1, device),
+        last_b=to_device(last_b, device),
     )
