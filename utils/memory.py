@@ -109,15 +109,15 @@ def estimate(
     def activations(s: Size) -> float:
         if flags["activation_checkpointing"]:
             return tokens * (s.layers * s.recomputed + s.saved)
-        return tokens * s.layers * s.saved
+        return tokens * (s.layers + 1) * s.saved  # one more: what a block's backward pass holds beside
 
-    logits = 8 if flags["compile"] else 10  # bytes times 2 of a chunk's logits: values, gradients, in both dtypes
+    logits = 2 * element if flags["compile"] else 20  # bytes: values and gradients; eager kernels keep float32 copies
     update = held | {
         # summed over micro-batches whole, in float32; on several ranks the reduced shards come on top
         "gradients": sum(4 * s.params * (1 if world == 1 else 1 + 1 / world) for s in sizes),
         "gathered weights": sum(gathered(s) for s in sizes),
         "activations": max(activations(s) for s in sizes),
-        "logits": 2 * logits * HEAD_CHUNK * sizes[0].vocabulary,
+        "logits": logits * HEAD_CHUNK * sizes[0].vocabulary,
     }
     asleep = {"none": engine, "kv": {k: v for k, v in engine.items() if k == "vLLM weights"}, "all": {}}
     phases = {"update": update | asleep[flags.get("sleep", "none")]}
