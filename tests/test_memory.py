@@ -44,18 +44,19 @@ def test_the_cache_has_room_for_all_that_is_generated_at_once():
 
 
 MEASURED = [  # GiB at the peak of an update, on one H200: benchmarks/README.md
-    ("0.5b", {"minibatch_size": 256}, 35.1),
-    ("0.5b", {"minibatch_size": 256, "compile": False}, 50.0),
-    ("0.5b", {"minibatch_size": 256, "compile": False, "activation_checkpointing": True}, 15.8),
-    ("1.5b", {"minibatch_size": 128}, 81.0),
+    ("0.5b", {}, 35.1),
+    ("0.5b", {"compile": False}, 50.0),
+    ("0.5b", {"compile": False, "activation_checkpointing": True}, 15.8),
+    ("1.5b", {}, 81.0),
 ]
+PACKED = 43 * 640  # tokens: what 256 and 128 sequences of 640, evenly dealt, put into a micro-batch of at most 32,768
 
 
 @pytest.mark.parametrize("size, flags, measured", MEASURED)
-def test_the_estimate_is_within_15_percent_of_the_peaks_measured(size, flags, measured):
-    flags = FLAGS | flags | {"replay": "x", "sleep": "none"}
+def test_the_estimate_is_within_6_percent_of_the_peaks_measured(size, flags, measured):
+    flags = FLAGS | flags | {"replay": "x", "sleep": "none", "max_tokens_per_gpu": PACKED}
     update = estimate(flags, [config(size)], [], 1, 2)["update"]
-    assert sum(update.values()) / GIB == pytest.approx(measured, rel=0.15)
+    assert sum(update.values()) / GIB == pytest.approx(measured, rel=0.06)
 
 
 def settled(free_gib, size="0.5b", world=1, learners=1, **flags):
@@ -63,9 +64,9 @@ def settled(free_gib, size="0.5b", world=1, learners=1, **flags):
 
 
 def test_vllm_sleeps_as_little_as_the_card_allows():
-    room = {"none": 60, "kv": 42.5, "all": 40}  # the update is estimated at 39.0 beside all of vLLM, at 34.2 alone
+    room = {"none": 60, "kv": 49, "all": 46}  # the update is estimated at 45.1 beside all of vLLM, at 40.3 alone
     assert {how: settled(free)["sleep"] for how, free in room.items()} == {how: how for how in room}
-    assert settled(60)["kv_cache_gib"] == settled(42.5)["kv_cache_gib"] > 3.8
+    assert settled(60)["kv_cache_gib"] == settled(49)["kv_cache_gib"] > 3.8
 
 
 def test_few_long_responses_get_no_more_cache_than_they_need():
@@ -76,7 +77,7 @@ def test_few_long_responses_get_no_more_cache_than_they_need():
 
 def test_where_torchs_allocator_forbids_it_vllm_does_not_sleep(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    assert settled(40)["sleep"] == "none"
+    assert settled(46)["sleep"] == "none"
 
 
 def test_a_sync_on_several_ranks_holds_what_is_exchanged():

@@ -54,8 +54,8 @@ def size_of(config: PreTrainedConfig, element: int, compiled: bool) -> Size:
     blocks = sum(p.numel() for n, p in model.named_parameters() if ".layers." in n or ".h." in n)
     hidden, width = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     attention = 2 * heads * head_size + 2 * kv_heads * head_size  # q, k, v and the output
-    # float32 copies in the norms (4 elements' worth at two bytes); silu's input and output, and the product
-    saved = attention + (5 * hidden + 2 * width if compiled else 4 * hidden + 4 * width)
+    # of the MLP gate, up and their product, eager silu's output too; of the norms inputs and outputs, eager in float32
+    saved = attention + (4 * hidden + 3 * width if compiled else 8 * hidden + 4 * width)
     return Size(params, blocks // layers, params - blocks, layers, saved * element, hidden * element, config.vocab_size)
 
 
