@@ -122,6 +122,25 @@ def test_every_engine_parameter_is_the_trainers_and_logprobs_agree(engine, proce
     assert mismatch(generate(engine), policy, exact) < 2
 
 
+@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_log_probs_in_one_kernel_are_vllms(engine, dtype, rows):
+    from vllm.v1.worker.gpu.sample import logprob, sampler
+
+    generator = torch.Generator("cuda").manual_seed(rows)
+    logits = 20 * torch.randn(rows, 2048, device="cuda", generator=generator).to(dtype)
+    logits[:, 5] = float("-inf")
+    tokens = torch.randint(6, 2048, (rows,), device="cuda", generator=generator)
+    for num_logprobs in (0, 2):  # with others than the sampled token's, vLLM's own
+        ours, theirs = (
+            compute(logits, num_logprobs, tokens, None, max_per_req_token_ids=0, logits_mode=False)
+            for compute in (sampler.compute_topk_scores, logprob.compute_topk_scores)
+        )
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=1e-6)
+        assert torch.equal(ours.logprob_token_ids, theirs.logprob_token_ids)
+    assert sampler.compute_topk_scores is not logprob.compute_topk_scores
+
+
 def test_same_samples_again_and_other_samples_at_another_step(engine, process_group, path):
     engine.sync_weights(load(path, process_group))
     first, again = generate(engine), generate(engine)
