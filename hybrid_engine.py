@@ -104,9 +104,9 @@ def _import_vllm():
 
     ExecutorWithExternalLauncher._distributed_args = distributed_args
     if torch.cuda.is_available():
-        import vllm.v1.worker.gpu.sample.sampler as sampler
+        from vllm.v1.worker.gpu.sample import logprob, sampler
 
-        sampler.compute_topk_scores = _sampled_alone(sampler.compute_topk_scores)
+        sampler.compute_topk_scores = _sampled_alone(logprob.compute_topk_scores)
     else:
         import vllm.model_executor.layers.utils as layer_utils
 
@@ -133,7 +133,7 @@ def _sampled_alone(general: Callable) -> Callable:
         return logits_nV.gather(-1, token_n[:, None]) - logits_nV.logsumexp(-1, keepdim=True)
 
     def scores(logits_nV, num_logprobs, token_n, counts=None, **more):
-        if num_logprobs or more["max_per_req_token_ids"] or more["logits_mode"]:
+        if num_logprobs or more.get("max_per_req_token_ids") or more.get("logits_mode"):
             return general(logits_nV, num_logprobs, token_n, counts, **more)
         return LogprobsTensors(token_n[:, None], logprobs(logits_nV, token_n), token_n, counts)
 
@@ -225,7 +225,8 @@ class HybridEngine:
         if self.on_cuda:
             settings["max_cudagraph_capture_size"] = max_num_seqs
             settings["gpu_memory_utilization"] = 0.05  # of what must be free at the start: the cache is sized above
-            if max_model_len <= 8192:  # splitting a sequence's attention pays when few, long ones fill no GPU
+            # Splitting a sequence for attention pays when few, long ones fill no GPU; it costs up to what was measured.
+            if max_model_len <= 128 + 2048:
                 settings["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": 1}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about vLLM's own use of torch
@@ -359,7 +360,7 @@ class HybridEngine:
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
             seed=seed,
-            stop_token_ids=self.eos_token_ids,  # the token that stops stays in the response: it is learned too
+            stop_token_ids=list(self.eos_token_ids),  # the token that stops stays in the response: it is learned too
             logprobs=0 if sampling.logprobs else None,  # 0: the sampled token alone
             detokenize=False,
             skip_clone=True,  # the object is this request's alone

@@ -43,7 +43,7 @@ def test_the_cache_has_room_for_all_that_is_generated_at_once():
     assert kv_cache_needed(FLAGS | {"prompts_per_step": 8}, config("0.5b"), 1, 500, 2) > exact * 7  # held-out prompts
 
 
-MEASURED = [  # GiB at the peak of an update, on one H200: benchmarks/README.md
+MEASURED = [  # GiB at the peak of an update, on one H200: benchmarks/README.md; all but the first before utils/head.py
     ("0.5b", {}, 35.1),
     ("0.5b", {"compile": False}, 50.0),
     ("0.5b", {"compile": False, "activation_checkpointing": True}, 15.8),

@@ -26,7 +26,8 @@ def test_fault_39_pack_golden():
     assert packed.position_ids_T.tolist() == [0, 1, 2, 0, 1, 2]
     assert packed.cu_seqlens.tolist() == [0, 3, 6] and packed.max_seqlen == 3
     assert packed.predict_N.tolist() == [1, 3, 4]  # the position before each response token
-    assert packed.target_N.tolist() == [4, 5, 6]
+    assert packed.target_N.tolist() == [4, 5, 6] and packed.last_b.tolist() == [2, 5]
+    assert packed.cu_seqlens.dtype == torch.int32 and packed.input_ids_T.dtype == torch.long  # the kernels' own types
     assert packed.to_padded(torch.tensor([0.1, 0.2, 0.3]), 2, 3).tolist() == [
         [pytest.approx(0.1), 0, 0],
         [pytest.approx(0.2), pytest.approx(0.3), 0],
@@ -36,13 +37,14 @@ def test_fault_39_pack_golden():
 def test_pack_of_nothing_is_a_row_that_reads_nothing():
     packed = pack([], CPU)
     assert len(packed.input_ids_T) == 1 and len(packed.target_N) == 0 and packed.cu_seqlens.tolist() == [0, 1]
+    assert len(packed.last_b) == 0 and packed.position_ids_T.tolist() == [0]
     assert packed.to_padded(torch.zeros(0), 0, 5).shape == (0, 5)
 
 
 def test_pack_refuses_empty_sequences():
     for prompt, response in (([], [1]), ([1], [])):
-        with pytest.raises(AssertionError, match="sequence 0"):
-            pack(sequences([prompt], [response]), CPU)
+        with pytest.raises(AssertionError, match="sequence 1"):
+            pack(sequences([[1], prompt], [[1], response]), CPU)
 
 
 @pytest.mark.parametrize("budget", [9, 10, 17, 64, 10_000])

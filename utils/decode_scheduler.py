@@ -154,7 +154,7 @@ class DecodeScheduler(AsyncScheduler):
             logprobs = taken.logprobs[:, 0]
         if self._streak is not None and getattr(scheduled, "streak", None) is self._streak:
             names, rows = scheduled.scheduled_cached_reqs.req_ids, slice(None)
-            if output.req_ids != names:  # an older model runner keeps an order of its own
+            if output.req_ids != names:  # vLLM's first model runner keeps an order of its own
                 rows = np.array([output.req_id_to_index[name] for name in names])
             return self._update(scheduled.slots, output, rows, logprobs)
         outputs = super().update_from_output(scheduled, output)
@@ -180,11 +180,12 @@ class DecodeScheduler(AsyncScheduler):
         ended = []
         for slot in slots[ends & streak.alive[slots]]:
             request, token = streak.requests[slot], int(streak.tokens[k, slot])
-            request._block_hasher = None  # no request will start with this response: it is not for the prefix cache,
+            # Not into the prefix cache: no request will start with this response. It gets no hashes, and is updated by
+            # Scheduler's method, because AsyncScheduler's would look for them.
+            request._block_hasher = None
             self._tell(slot, k)
-            _, stopped = super(AsyncScheduler, self)._update_request_with_output(request, [token])  # nor put there here
+            _, stopped = super(AsyncScheduler, self)._update_request_with_output(request, [token])
             assert stopped, f"request {request.request_id} goes on after token {token}"
-            request.num_output_placeholders -= 1
             request.num_in_flight_tokens -= 1
             ids, kept = self.responses[request.request_id]
             ids.append(token)

@@ -24,7 +24,7 @@ def chunk_forward(logits_nV: torch.Tensor, target_n: torch.Tensor, temperature: 
     exp_nV = centred_nV.exp()
     sum_n = exp_nV.sum(-1)
     lse_n = max_n1[:, 0] + sum_n.log()
-    # H = lse - E[logit]; from centred logits, so that large ones do not cancel
+    # H = lse - E[logit], of centred logits
     entropy_n = sum_n.log() - (exp_nV * centred_nV).sum(-1) / sum_n
     return logits_nV.gather(-1, target_n[:, None])[:, 0] - lse_n, entropy_n, lse_n
 
@@ -43,11 +43,12 @@ def chunk_backward(
     z: logits over the temperature.
     """
     logprobs_nV = over_temperature(logits_nV, temperature) - lse_n[:, None]
-    probs_nV = logprobs_nV.exp()
-    is_target_nV = torch.arange(logits_nV.shape[-1], device=logits_nV.device) == target_n[:, None]
-    grad_nV = torch.where(is_target_nV, probs_nV - 1, probs_nV) * -grad_logprob_n[:, None]
+    # in place where it can be: uncompiled, every line is a float32 [n, V]
+    probs_nV = logprobs_nV.exp_() if grad_entropy_n is None else logprobs_nV.exp()
+    v_V = torch.arange(logits_nV.shape[-1], device=logits_nV.device)
+    grad_nV = torch.where(v_V == target_n[:, None], probs_nV - 1, probs_nV).mul_(-grad_logprob_n[:, None])
     if grad_entropy_n is not None:
-        grad_nV = grad_nV - grad_entropy_n[:, None] * probs_nV * (logprobs_nV + entropy_n[:, None])
+        grad_nV -= logprobs_nV.add_(entropy_n[:, None]).mul_(probs_nV).mul_(grad_entropy_n[:, None])
     return over_temperature(grad_nV, temperature).to(logits_nV.dtype)
 
 
@@ -55,9 +56,10 @@ KERNELS = chunk_forward, chunk_backward
 
 
 def compiled_kernels() -> tuple:
-    """The kernels fused, by torch.compile's default: it sees that n varies, and keeps V and the temperature constant.
+    """The kernels fused. torch.compile's default makes a variable of what changes: n, not V and the temperature.
 
-    With V a variable too, an index of [n, V] costs divisions, which take several times the time of the memory traffic.
+    With V a variable too (in a process that sees several), an index of [n, V] costs divisions, and those several times
+    the memory traffic.
     """
     return tuple(torch.compile(kernel) for kernel in KERNELS)
 
@@ -85,8 +87,10 @@ class LogProbHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs_N, grad_entropy_N):
         hidden_NH, weight_VH, bias_V, *per_token = ctx.saved_tensors
-        grad_hidden_NH, grad_weight_VH = torch.empty_like(hidden_NH), torch.zeros_like(weight_VH)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if of_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH) if of_weight else None
+        grad_bias_V = torch.zeros_like(bias_V) if of_bias else None
         for start in range(0, len(hidden_NH), HEAD_CHUNK):
             n = slice(start, start + HEAD_CHUNK)
             target_n, lse_n, entropy_n = (x[n] for x in per_token)
@@ -95,9 +99,11 @@ class LogProbHead(torch.autograd.Function):
                 F.linear(hidden_NH[n], weight_VH, bias_V), target_n, ctx.temperature, lse_n, entropy_n,
                 grad_logprobs_N[n], grad_entropy_n,
             )  # fmt: skip
-            torch.mm(grad_nV, weight_VH, out=grad_hidden_NH[n])
-            grad_weight_VH.addmm_(grad_nV.T, hidden_NH[n])
-            if bias_V is not None:
+            if of_hidden:
+                torch.mm(grad_nV, weight_VH, out=grad_hidden_NH[n])
+            if of_weight:
+                grad_weight_VH.addmm_(grad_nV.T, hidden_NH[n])
+            if of_bias:
                 grad_bias_V += grad_nV.sum(0)
             del grad_nV  # or the next chunk would be computed beside it
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None

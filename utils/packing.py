@@ -105,8 +105,8 @@ def pack(rollouts: Sequence, device: torch.device) -> Packed:
     """
     prompt_b = np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int64)
     response_b = np.array([len(r.response_ids) for r in rollouts], dtype=np.int64)
-    for row in np.flatnonzero((prompt_b == 0) | (response_b == 0)):
-        raise AssertionError(f"sequence {row}: {prompt_b[row]} + {response_b[row]} tokens")
+    empty = np.flatnonzero((prompt_b == 0) | (response_b == 0))
+    assert len(empty) == 0, f"sequence {empty[0]}: {prompt_b[empty[0]]} + {response_b[empty[0]]} tokens"
     length_b = prompt_b + response_b
     bounds = np.concatenate([[0], length_b.cumsum()])
     ids_T = np.fromiter(chain.from_iterable((*r.prompt_ids, *r.response_ids) for r in rollouts), np.int64)
