@@ -62,8 +62,8 @@ from utils.guards import check_finite, crossed, log_event, mean_over_ranks, note
 from utils.memory import ledger, plan_memory
 from utils.metrics import Metrics, Progress, append_jsonl, mismatch, read_jsonl, speed
 from utils.model_files import end_of_sequence_ids
-from utils.models import check_sibling, load_config, load_policy, load_tokenizer, optimizer_step
-from utils.optim import make_adamw
+from utils.models import check_sibling, load_config, load_policy, load_tokenizer
+from utils.optim import begin_micro_batch, make_adamw, optimizer_step
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_guards, check_lengths, check_minibatch
@@ -549,7 +549,7 @@ def main(args: Args) -> None:
                     continue
                 seen = []  # of this optimizer step
                 for k, part in enumerate(plan):
-                    policy.set_requires_gradient_sync(k == len(plan) - 1)
+                    begin_micro_batch(policy, k == len(plan) - 1)
                     packed, rows_b = pack([rollouts[i] for i in part], device), to_device(part, device)
                     logprobs_N, entropy_N = policy(packed, args.temperature)
                     tokens = len(logprobs_N)

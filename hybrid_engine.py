@@ -104,9 +104,7 @@ def _import_vllm():
 
     ExecutorWithExternalLauncher._distributed_args = distributed_args
     if torch.cuda.is_available():
-        from vllm.v1.worker.gpu.sample import logprob, sampler
-
-        sampler.compute_topk_scores = _sampled_alone(logprob.compute_topk_scores)
+        _give_sampled_logprobs_alone()
     else:
         import vllm.model_executor.layers.utils as layer_utils
 
@@ -120,24 +118,33 @@ def _import_vllm():
     return vllm
 
 
-def _sampled_alone(general: Callable) -> Callable:
-    """vLLM's log-probs, in one kernel where those of the sampled tokens are all that is asked for.
+def _give_sampled_logprobs_alone() -> None:
+    """Log-probs of the sampled tokens as one kernel and one copy to the host, where no more is asked for.
 
-    Its own takes twice as long, and counts the tokens' ranks besides, which nobody reads: ids stand in their place.
+    vLLM's log-softmax in wider blocks, which reads at memory speed, without its second kernel: the tokens' ranks, which
+    nobody reads. The ids come to the host anyhow.
     """
     from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.sample import logprob, sampler
 
-    @torch.compile
-    def logprobs(logits_nV, token_n):
-        logits_nV = logits_nV.float()
-        return logits_nV.gather(-1, token_n[:, None]) - logits_nV.logsumexp(-1, keepdim=True)
+    general, nothing = logprob.compute_topk_scores, torch.empty(0)
+
+    class Sampled(LogprobsTensors):
+        def to_cpu_nonblocking(self):
+            return Sampled(nothing, self.logprobs.to("cpu", non_blocking=True), nothing, self.cu_num_generated_tokens)
 
     def scores(logits_nV, num_logprobs, token_n, counts=None, **more):
         if num_logprobs or more.get("max_per_req_token_ids") or more.get("logits_mode"):
             return general(logits_nV, num_logprobs, token_n, counts, **more)
-        return LogprobsTensors(token_n[:, None], logprobs(logits_nV, token_n), token_n, counts)
+        n, vocabulary = logits_nV.shape
+        logprobs_n1 = torch.empty(n, 1, device=logits_nV.device)
+        logprob._topk_log_softmax_kernel[(n,)](
+            logprobs_n1, logits_nV, logits_nV.stride(0), token_n, 1, vocabulary,
+            BLOCK_SIZE=16384, TOPK_BLOCK_SIZE=1, num_warps=16,
+        )  # fmt: skip
+        return Sampled(nothing, logprobs_n1, nothing, counts)
 
-    return scores
+    sampler.compute_topk_scores = scores
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:

@@ -74,9 +74,8 @@ from utils.models import (
     load_policy,
     load_scalar,
     load_tokenizer,
-    optimizer_step,
 )  # fmt: skip
-from utils.optim import make_adamw
+from utils.optim import begin_micro_batch, make_adamw, optimizer_step
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_guards, check_lengths, check_minibatch
@@ -721,7 +720,7 @@ def main(args: Args) -> None:
                     # known before the first forward; times the world size, because FSDP averages gradients.
                     share = world / num_tokens
                     if "policy" in learners:
-                        policy.set_requires_gradient_sync(k == len(plan) - 1)
+                        begin_micro_batch(policy, k == len(plan) - 1)
                         logprobs_N, entropy_N = policy(packed, args.temperature, args.entropy_coef > 0)
                         logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
                         old_logprobs_bR = old_logprobs_BR[rows_b] if use_old else logprobs_bR.detach()
@@ -743,7 +742,7 @@ def main(args: Args) -> None:
                             total_bR = total_bR - args.entropy_coef * packed.to_padded(entropy_N, len(part), R)
                         masked_bR = total_bR * mask_bR
                         (masked_bR.sum() * share).backward()
-                    critic.set_requires_gradient_sync(k == len(plan) - 1)
+                    begin_micro_batch(critic, k == len(plan) - 1)
                     new_values_bR = packed.to_padded(critic(packed)[0], len(part), R)
                     critic_loss_bR, value_clipped_bR = value_loss(
                         new_values_bR, values_BR[rows_b], returns_BR[rows_b], args.value_clip

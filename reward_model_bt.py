@@ -57,8 +57,8 @@ from utils.guards import check_finite, note
 from utils.memory import plan_memory
 from utils.metrics import Metrics, Progress, append_jsonl, read_jsonl
 from utils.model_files import end_of_sequence_ids
-from utils.models import load_config, load_scalar, load_tokenizer, optimizer_step
-from utils.optim import make_adamw
+from utils.models import load_config, load_scalar, load_tokenizer
+from utils.optim import begin_micro_batch, make_adamw, optimizer_step
 from utils.packing import pack, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preferences import load_pairs
@@ -349,7 +349,7 @@ def main(args: Args) -> None:
         plan, _ = plan_together(sequences, range(B), args.max_tokens_per_gpu)
         seen = []
         for k, part in enumerate(plan):
-            model.set_requires_gradient_sync(k == len(plan) - 1)
+            begin_micro_batch(model, k == len(plan) - 1)
             packed, rows_b = pack([s for i in part for s in sequences[i]], device), to_device(part, device)
             chosen_b, rejected_b = model(packed)[1].view(-1, 2).unbind(-1)
             loss_b = preference_loss(chosen_b, rejected_b, margin_B[rows_b], args.centring_coef)

@@ -16,7 +16,8 @@ import tyro
 from benchmarks.common import PEAK_FLOPS, SHAPES, make_model, matmul_rate, report, timed
 from grpo_fsdp import policy_loss
 from utils.dist import init_distributed, world_mesh
-from utils.models import load_policy, optimizer_step
+from utils.models import load_policy
+from utils.optim import begin_micro_batch, optimizer_step
 from utils.packing import pack, plan_together
 
 
@@ -53,7 +54,7 @@ def train_on(batch: list, parts: dict, max_tokens: int, width: int, device: torc
     policy, world = parts["policy"][0], torch.distributed.get_world_size()
     plan, tokens = plan_together(batch, range(len(batch)), max_tokens)
     for k, part in enumerate(plan):
-        policy.set_requires_gradient_sync(k == len(plan) - 1)
+        begin_micro_batch(policy, k == len(plan) - 1)
         packed = pack([batch[i] for i in part], device)
         logprobs_N, _ = policy(packed, 1.0)
         logprobs_bR = packed.to_padded(logprobs_N, len(part), width)

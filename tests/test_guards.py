@@ -22,7 +22,7 @@ from utils import tiny
 from utils.dist import seed_for
 from utils.guards import check_finite, crossed, mean_over_ranks, note
 from utils.metrics import append_jsonl, read_jsonl
-from utils.models import optimizer_step
+from utils.optim import optimizer_step
 from utils.tiny_pairs import make_pairs
 
 SCRIPTS = ["grpo_fsdp", "ppo_fsdp"]

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from utils import head, models
 from utils.models import load_config, load_policy
+from utils.optim import begin_micro_batch
 from utils.packing import pack
 
 CPU = torch.device("cpu")
@@ -88,17 +89,23 @@ def test_the_window_of_a_sliding_model_matters(process_group, tmp_path):
 
 
 def test_micro_batches_with_gradient_sync_off_add_up(process_group, tmp_path):
-    """Four micro-batches, the second of them empty, give the gradient of one."""
+    """Four micro-batches, the second of them empty, give the gradient of one; the next forward sees new weights."""
     path = str(make_model(tmp_path / "m"))
     dtypes = {"master_dtype": torch.float32, "compute_dtype": torch.float32}
-    gradients = []
+    gradients, logprobs = [], []
     for parts in ([[0, 1, 2, 3]], [[0, 3], [], [2], [1]]):
         policy = load_policy(path, process_group, **dtypes)
         for k, part in enumerate(parts):
-            policy.set_requires_gradient_sync(k == len(parts) - 1)
+            begin_micro_batch(policy, k == len(parts) - 1)
             packed = pack([SEQUENCES[i] for i in part], CPU)
             policy(packed, 1.0)[0].sum().backward()
         gradients.append([p.grad.full_tensor() for p in policy.parameters()])
+        with torch.no_grad():
+            for p in policy.parameters():
+                p.mul_(0.5)
+            logprobs.append(policy(pack(SEQUENCES, CPU), 1.0)[0])
+    torch.testing.assert_close(logprobs[1], logprobs[0])
+    assert (logprobs[0] - plain(path, 1.0)[1]).abs().max() > 1e-3
     for one, four in zip(*gradients, strict=True):
         torch.testing.assert_close(four, one, atol=1e-5, rtol=1e-5)
 

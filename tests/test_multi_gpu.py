@@ -24,14 +24,21 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def files(tmp_path_factory):
+    """A random tiny model and its data."""
+    folder = tmp_path_factory.mktemp("gpus")
+    tiny.make_model(folder / "model", seed=3, num_sft_steps=0)
+    tiny.make_data(folder / "data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(files):
     """Live runs on one and on two GPUs, one of them recorded; then replays of it; then replays that are resumed.
 
     All of a kind at once: they are small.
     """
-    folder = tmp_path_factory.mktemp("gpus")
-    tiny.make_model(folder / "model", seed=3, num_sft_steps=0)
-    tiny.make_data(folder / "data")
+    folder = files
     live = ["--verify-sync", 1, "--save-every", 0]
     replay = ["--replay", folder / "rollouts", "--save-every", 2, "--dtype"]
     float32 = [*replay, "float32", "--resume"]
@@ -101,27 +108,27 @@ def test_resumed_on_another_number_of_gpus(folder, name):
     assert apart.max() <= 0.1 * LR * UPDATES and apart.mean() < 1e-2 * LR
 
 
-def test_a_killed_rank_ends_the_run_and_the_relaunch_goes_on(folder):
+def test_a_killed_rank_ends_the_run_and_the_relaunch_goes_on(files):
     """An unclean kill (SIGKILL) of one rank in the middle of a tensor-parallel run."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = ["--save-every", 1, "--tensor-parallel-size", 2, "--num-steps", 400, "--eval-every", 0, "--resume", "auto"]
-    line = [str(part) for part in (*launcher, *command(folder, "killed"), *flags)]
-    env, log = user_env(OMP_NUM_THREADS="1", TEST_RUN=str(folder)), (folder / "killed.log").open("a")
+    line = [str(part) for part in (*launcher, *command(files, "killed"), *flags)]
+    env, log = user_env(OMP_NUM_THREADS="1", TEST_RUN=str(files)), (files / "killed.log").open("a")
 
     def steps(process, number):
-        metrics = folder / "killed/metrics.jsonl"
+        metrics = files / "killed/metrics.jsonl"
         while not (metrics.exists() and f'"step": {number},' in metrics.read_text()):
-            assert process.poll() is None, (folder / "killed.log").read_text()[-3000:]
+            assert process.poll() is None, (files / "killed.log").read_text()[-3000:]
             time.sleep(0.05)
 
     process = subprocess.Popen(line, cwd=ROOT, env=env, stdout=log, stderr=log)
     steps(process, 3)
-    os.kill(rank_processes(folder)[1], signal.SIGKILL)
+    os.kill(rank_processes(files)[1], signal.SIGKILL)
     began = time.monotonic()
     assert process.wait(timeout=60) != 0
     print(f"ended {time.monotonic() - began:.1f} s after the kill")
-    assert not rank_processes(folder)
-    done = rows(folder / "killed")[-1]["step"]
+    assert not rank_processes(files)
+    done = rows(files / "killed")[-1]["step"]
     process = subprocess.Popen(line, cwd=ROOT, env=env, stdout=log, stderr=log)
     steps(process, done + 2)
     process.terminate()

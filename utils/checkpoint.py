@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from utils.dist import all_gather, broadcast, fail_together
 from utils.metrics import cut_jsonl
-from utils.models import Parts
+from utils.optim import Parts
 
 MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what was trained so far
     "run_dir", "resume", "num_steps", "num_epochs", "save_every", "keep_checkpoints", "checksums", "eval_every",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from utils.checkpoint import damage_of, load_checkpoint, saved_in
 from utils.dist import all_gather, broadcast, stop, sum_over_ranks
 from utils.metrics import append_jsonl
-from utils.models import Parts
+from utils.optim import Parts
 
 Seen = list[tuple[list[int], dict[str, torch.Tensor]]]  # of micro-batches: indices of its rows, [b] or [b, R] of them
 BOUNDS = {  # flag: the step's figure that it bounds; from below where it begins so

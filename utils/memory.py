@@ -106,18 +106,18 @@ def estimate(
     def gathered(s: Size) -> float:  # unsharded in the compute dtype; one rank keeps all its blocks
         return element * (s.params if world == 1 else s.root + 2 * s.block)
 
-    def activations(s: Size) -> float:
-        if flags["activation_checkpointing"]:
-            return tokens * (s.layers * s.recomputed + s.saved)
-        return tokens * (s.layers + 1) * s.saved  # one more: what a block's backward pass holds beside
+    checkpointing = flags["activation_checkpointing"]
+
+    def at_once(s: Size) -> float:  # where the backward pass is: the recomputed block, and what it holds beside
+        return tokens * s.saved * (2 if checkpointing else 1)
 
     logits = 2 * element if flags["compile"] else 20  # bytes: values and gradients; eager kernels keep float32 copies
     update = held | {
         # summed over micro-batches whole, in float32; on several ranks the reduced shards come on top
         "gradients": sum(4 * s.params * (1 if world == 1 else 1 + 1 / world) for s in sizes),
         "gathered weights": sum(gathered(s) for s in sizes),
-        "activations": max(activations(s) for s in sizes),
-        "logits": logits * HEAD_CHUNK * sizes[0].vocabulary,
+        "activations": max(tokens * s.layers * (s.recomputed if checkpointing else s.saved) for s in sizes),
+        "logits or block": max(logits * HEAD_CHUNK * sizes[0].vocabulary, *(at_once(s) for s in sizes)),
     }
     asleep = {"none": engine, "kv": {k: v for k, v in engine.items() if k == "vLLM weights"}, "all": {}}
     phases = {"update": update | asleep[flags.get("sleep", "none")]}
@@ -195,7 +195,7 @@ def _remedies(flags: dict, phase: str, items: dict[str, float], missing: float) 
     tries = []
     if phase == "rollout":
         tries += ["a smaller --kv-cache-gib or --max-num-seqs"]
-    elif items["activations"] > missing / 2:
+    elif items["activations"] + items["logits or block"] > missing / 2:
         if not flags["activation_checkpointing"]:
             tries += ["--activation-checkpointing"]
         tries += [f"{flag('max_tokens_per_gpu', flags)} halved"]

@@ -1,6 +1,5 @@
 """Load a Hugging Face model onto FSDP2 shards: configuration, tokenizer, weights, and what is refused of each."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -219,31 +218,6 @@ def _load(
             full = wrapper(source).state_dict()
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return model
-
-
-Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # what is trained, by name: "policy", "critic"
-
-
-def optimizer_step(
-    parts: Parts, rates: dict[str, float], max_grad_norm: float, check: Callable, apply: bool = True
-) -> dict[str, torch.Tensor]:
-    """Clip each part's gradient, step its optimizer at its rate, zero the gradient; returns the norms before clipping.
-
-    Args: check: called with the norms before anything is updated, on every rank; it ends the run where they are not
-        finite. apply: False: the optimizers make no step.
-    """
-    norms = {  # over DTensors this is the norm of the whole gradient, not of this rank's shards
-        name: nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor()
-        for name, (model, _) in parts.items()
-    }
-    check(norms)
-    for name, (_, optimizer) in parts.items():
-        for group in optimizer.param_groups:
-            group["lr"] = rates[name]
-        if apply:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return norms
 
 
 def hf_name(name: str) -> str:

@@ -1,9 +1,47 @@
-"""AdamW, with its two moments on the device or on the host."""
+"""Optimizer steps over summed micro-batches; AdamW, with its two moments on the device or on the host."""
+
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 CHUNK_BYTES = 2**30  # of moments that are on the device at once
+
+Parts = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # what is trained, by name: "policy", "critic"
+
+
+def begin_micro_batch(model: FSDPModule, last: bool) -> None:
+    """To be called before each forward with a gradient: gradients are reduced after an optimizer step's last one alone.
+
+    One rank keeps its blocks gathered until then: the next micro-batch would cast them from the same shards again.
+    """
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last or dist.get_world_size() > 1)
+
+
+def optimizer_step(
+    parts: Parts, rates: dict[str, float], max_grad_norm: float, check: Callable, apply: bool = True
+) -> dict[str, torch.Tensor]:
+    """Clip each part's gradient, step its optimizer at its rate, zero the gradient; returns the norms before clipping.
+
+    Args: check: called with the norms on every rank; it ends the run where they are not finite. The update is queued by
+        then, or the device would wait for the host in between: the weights that it leaves are not to be saved.
+        apply: False: the optimizers make no step.
+    """
+    norms = {  # over DTensors this is the norm of the whole gradient, not of this rank's shards
+        name: nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor()
+        for name, (model, _) in parts.items()
+    }
+    for name, (_, optimizer) in parts.items():
+        for group in optimizer.param_groups:
+            group["lr"] = rates[name]
+        if apply:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    check(norms)
+    return norms
 
 
 def make_adamw(model: nn.Module, lr: float, weight_decay: float, offload: str) -> torch.optim.AdamW:
