@@ -111,7 +111,7 @@ def estimate(
     def at_once(s: Size) -> float:  # where the backward pass is: the recomputed block, and what it holds beside
         return tokens * s.saved * (2 if checkpointing else 1)
 
-    logits = 2 * element if flags["compile"] else 20  # bytes: values and gradients; eager kernels keep float32 copies
+    logits = 2 * element if flags["compile"] else 16  # bytes: values and gradients; eager kernels keep float32 copies
     update = held | {
         # summed over micro-batches whole, in float32; on several ranks the reduced shards come on top
         "gradients": sum(4 * s.params * (1 if world == 1 else 1 + 1 / world) for s in sizes),
