@@ -88,6 +88,10 @@ def test_the_window_of_a_sliding_model_matters(process_group, tmp_path):
     assert (with_window - plain(full, 1.0)[1]).abs().max() > 1e-3
 
 
+def fsdp_params(module):
+    return module._get_fsdp_state()._fsdp_param_group.fsdp_params
+
+
 def test_micro_batches_with_gradient_sync_off_add_up(process_group, tmp_path):
     """Four micro-batches, the second of them empty, give the gradient of one; the next forward sees new weights."""
     path = str(make_model(tmp_path / "m"))
@@ -99,6 +103,9 @@ def test_micro_batches_with_gradient_sync_off_add_up(process_group, tmp_path):
             begin_micro_batch(policy, k == len(parts) - 1)
             packed = pack([SEQUENCES[i] for i in part], CPU)
             policy(packed, 1.0)[0].sum().backward()
+            shards = [p.sharded_param for m in policy.modules() if isinstance(m, FSDPModule) for p in fsdp_params(m)]
+            reduced = {p.grad is not None for p in shards}
+            assert reduced == {k == len(parts) - 1}, "gradients are reduced after the last micro-batch alone"
         gradients.append([p.grad.full_tensor() for p in policy.parameters()])
         with torch.no_grad():
             for p in policy.parameters():
