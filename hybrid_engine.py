@@ -122,7 +122,7 @@ def _give_sampled_logprobs_alone() -> None:
     """Log-probs of the sampled tokens as one kernel and one copy to the host, where no more is asked for.
 
     vLLM's log-softmax in wider blocks, which reads at memory speed, without its second kernel: the tokens' ranks, which
-    nobody reads. The ids come to the host anyhow.
+    nobody reads. The ids come to the host anyhow. For DecodeScheduler: vLLM's own outputs would find no log-probs.
     """
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample import logprob, sampler
@@ -137,7 +137,7 @@ def _give_sampled_logprobs_alone() -> None:
         if num_logprobs or more.get("max_per_req_token_ids") or more.get("logits_mode"):
             return general(logits_nV, num_logprobs, token_n, counts, **more)
         n, vocabulary = logits_nV.shape
-        logprobs_n1 = torch.empty(n, 1, device=logits_nV.device)
+        logprobs_n1 = torch.empty(n, 1, dtype=torch.float32, device=logits_nV.device)
         logprob._topk_log_softmax_kernel[(n,)](
             logprobs_n1, logits_nV, logits_nV.stride(0), token_n, 1, vocabulary,
             BLOCK_SIZE=16384, TOPK_BLOCK_SIZE=1, num_warps=16,

@@ -137,6 +137,9 @@ def test_log_probs_in_one_kernel_are_vllms(engine, dtype, rows):
             for compute in (sampler.compute_topk_scores, logprob.compute_topk_scores)
         )
         torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=1e-6)
+        on_host = ours.to_cpu_nonblocking()
+        torch.cuda.synchronize()
+        assert (on_host.tolists().logprobs == ours.logprobs.cpu().numpy()).all()
         assert num_logprobs == 0 or torch.equal(ours.logprob_token_ids, theirs.logprob_token_ids)
     assert sampler.compute_topk_scores is not logprob.compute_topk_scores
 

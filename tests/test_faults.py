@@ -24,7 +24,7 @@ FORWARD, HEAD, PACKING, SCORING = "utils/forward.py", "utils/head.py", "utils/pa
 CHECKPOINT, DATA, REWARDS = "utils/checkpoint.py", "utils/data.py", "utils/rewards.py"
 EXPORT = "utils/export.py"
 
-EQUAL, MODELS = "equivalence/test_equivalence.py", "utils/models.py"
+EQUAL, OPTIM = "equivalence/test_equivalence.py", "utils/optim.py"
 GRPO_SHARE, PPO_SHARE = ".sum() / num_tokens * world).backward()", "share = world / num_tokens"
 PER_SEQUENCE = " / mask_bR.sum(-1, keepdim=True).clamp_min(1)"
 CLIP_SHARDS = """\
@@ -133,9 +133,9 @@ FAULTS: dict[int, list[tuple]] = {
     10: [(EQUAL, (PPO, "whiten(raw_advantages_BR, mask_BR, sum_over_ranks)",
                   "whiten(raw_advantages_BR, mask_BR, lambda x: x)"))],
     11: [(EQUAL, (GRPO, GRPO_SHARE, ".sum() / tokens * world).backward()"))],
-    12: [(EQUAL, (MODELS, "nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor()",
+    12: [(EQUAL, (OPTIM, "nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor()",
                   "_clip_shards(model, max_grad_norm)"),
-                 (MODELS, "def hf_name(", f"{CLIP_SHARDS}def hf_name("))],
+                 (OPTIM, "def optimizer_step(", f"{CLIP_SHARDS}def optimizer_step("))],
     15: [
         ("test_engine.py", (ENGINE, '"logprobs_mode": "processed_logprobs"', '"logprobs_mode": "raw_logprobs"')),
         ("test_models.py", (HEAD, LOGITS, "    logits_nV = logits_nV.float()\n"), (HEAD, LOGPROBS, RAW_LOGPROBS)),

@@ -308,7 +308,7 @@ def test_one_response_of_one_of_two_ranks(folder):
     assert re.match(
         r"error: step 1: not finite: loss (nan|-?inf), policy gradient norm nan, from rank\(s\) 1; ", lines[0]
     )
-    assert f"see {path}; nothing was updated by it" in lines[0]
+    assert f"see {path}; nothing of it was saved" in lines[0]
     assert [p.name for p in (folder / "extreme run").glob("nonfinite*")] == [path.name]
     # of the group that the score is in, those that the first minibatch with any of them holds
     order = np.random.default_rng(seed_for("minibatch", 1, 1, 0)).permutation(16).reshape(2, 8).tolist()

@@ -69,7 +69,7 @@ def settled(free_gib, size="0.5b", world=1, learners=1, **flags):
 
 
 def test_vllm_sleeps_as_little_as_the_card_allows():
-    room = {"none": 60, "kv": 49, "all": 46}  # the update is estimated at 44.0 beside all of vLLM, at 39.1 alone
+    room = {"none": 60, "kv": 49, "all": 45}  # the update is estimated at 44 beside all of vLLM, at 40 and 39 without
     assert {how: settled(free)["sleep"] for how, free in room.items()} == {how: how for how in room}
     assert settled(60)["kv_cache_gib"] == settled(49)["kv_cache_gib"] > 3.8
 
@@ -106,6 +106,7 @@ def test_a_cache_that_does_not_fit_beside_the_weights_is_smaller():
     (60, {"size": "7b"}, "--offload optimizer"),
     (60, {"size": "1.5b"}, "--activation-checkpointing"),
     (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 4096}, "--kv-cache-gib"),
+    (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 640, "sleep": "none"}, "--kv-cache-gib"),  # the update
 ])  # fmt: skip
 def test_what_cannot_fit_is_refused_with_what_to_change(free, flags, flag):
     with pytest.raises(ValueError, match=rf"memory: the (update|rollout) phase needs about \d+ GiB.*{flag}"):

@@ -88,8 +88,8 @@ def test_the_window_of_a_sliding_model_matters(process_group, tmp_path):
     assert (with_window - plain(full, 1.0)[1]).abs().max() > 1e-3
 
 
-def fsdp_params(module):
-    return module._get_fsdp_state()._fsdp_param_group.fsdp_params
+def fsdp_groups(policy):
+    return [m._get_fsdp_state()._fsdp_param_group for m in policy.modules() if isinstance(m, FSDPModule)]
 
 
 def test_micro_batches_with_gradient_sync_off_add_up(process_group, tmp_path):
@@ -103,9 +103,10 @@ def test_micro_batches_with_gradient_sync_off_add_up(process_group, tmp_path):
             begin_micro_batch(policy, k == len(parts) - 1)
             packed = pack([SEQUENCES[i] for i in part], CPU)
             policy(packed, 1.0)[0].sum().backward()
-            shards = [p.sharded_param for m in policy.modules() if isinstance(m, FSDPModule) for p in fsdp_params(m)]
-            reduced = {p.grad is not None for p in shards}
+            reduced = {p.sharded_param.grad is not None for group in fsdp_groups(policy) for p in group.fsdp_params}
             assert reduced == {k == len(parts) - 1}, "gradients are reduced after the last micro-batch alone"
+            gathered = {group.is_unsharded for group in fsdp_groups(policy)}
+            assert gathered == {k < len(parts) - 1}, "one rank keeps its blocks gathered until then"
         gradients.append([p.grad.full_tensor() for p in policy.parameters()])
         with torch.no_grad():
             for p in policy.parameters():

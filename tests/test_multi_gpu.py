@@ -38,21 +38,20 @@ def folder(files):
 
     All of a kind at once: they are small.
     """
-    folder = files
     live = ["--verify-sync", 1, "--save-every", 0]
-    replay = ["--replay", folder / "rollouts", "--save-every", 2, "--dtype"]
+    replay = ["--replay", files / "rollouts", "--save-every", 2, "--dtype"]
     float32 = [*replay, "float32", "--resume"]
     stages = [
         [
-            ("one", 1, *live, "--record", folder / "rollouts"),
+            ("one", 1, *live, "--record", files / "rollouts"),
             ("again", 1, *live),
             ("two", 2, *live),
             ("tensor", 2, *live, "--tensor-parallel-size", 2),
         ],
         [(f"{n}_{dtype}", k, *replay, dtype) for dtype in ("float32", "bfloat16") for n, k in (("one", 1), ("two", 2))],
         [
-            ("resumed_on_1", 1, *float32, folder / "two_float32/checkpoints/step_2"),
-            ("resumed_on_2", 2, *float32, folder / "one_float32/checkpoints/step_2"),
+            ("resumed_on_1", 1, *float32, files / "two_float32/checkpoints/step_2"),
+            ("resumed_on_2", 2, *float32, files / "one_float32/checkpoints/step_2"),
         ],
     ]
     for stage in stages:
@@ -60,9 +59,9 @@ def folder(files):
             jobs = []
             for i, (name, ranks, *flags) in enumerate(stage):
                 gpus = "0,1" if ranks == 2 else str(i % 2)
-                jobs.append(pool.submit(torchrun, ranks, *command(folder, name), *flags, CUDA_VISIBLE_DEVICES=gpus))
+                jobs.append(pool.submit(torchrun, ranks, *command(files, name), *flags, CUDA_VISIBLE_DEVICES=gpus))
             [job.result() for job in jobs]
-    return folder
+    return files
 
 
 def test_float32_updates_on_two_gpus_are_those_on_one(folder):

@@ -111,7 +111,7 @@ def check_finite(
         path = run_dir / name.format(rank)
         path.unlink(missing_ok=True)  # of a run that was resumed, and came to the same step
         append_jsonl(path, *(guilty if own else dumped))
-    stop(f"step {step}: {reason}; nothing was updated by it")
+    stop(f"step {step}: {reason}; nothing of it was saved")
 
 
 def _rows(rows: Sequence, seen: Seen, batch: dict[str, torch.Tensor]) -> list[dict]:

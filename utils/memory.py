@@ -108,16 +108,17 @@ def estimate(
 
     checkpointing = flags["activation_checkpointing"]
 
-    def at_once(s: Size) -> float:  # where the backward pass is: the recomputed block, and what it holds beside
+    def of_a_block(s: Size) -> float:  # where the backward pass is: the recomputed block, and what it holds beside
         return tokens * s.saved * (2 if checkpointing else 1)
 
-    logits = 2 * element if flags["compile"] else 16  # bytes: values and gradients; eager kernels keep float32 copies
+    # bytes of a logit: value and gradient; eager kernels keep float32 copies; a reward model has none
+    logit = 0 if "pairs_per_step" in flags else 2 * element if flags["compile"] else 16
     update = held | {
         # summed over micro-batches whole, in float32; on several ranks the reduced shards come on top
         "gradients": sum(4 * s.params * (1 if world == 1 else 1 + 1 / world) for s in sizes),
         "gathered weights": sum(gathered(s) for s in sizes),
         "activations": max(tokens * s.layers * (s.recomputed if checkpointing else s.saved) for s in sizes),
-        "logits or block": max(logits * HEAD_CHUNK * sizes[0].vocabulary, *(at_once(s) for s in sizes)),
+        "logits or block": max(logit * HEAD_CHUNK * sizes[0].vocabulary, *(of_a_block(s) for s in sizes)),
     }
     asleep = {"none": engine, "kv": {k: v for k, v in engine.items() if k == "vLLM weights"}, "all": {}}
     phases = {"update": update | asleep[flags.get("sleep", "none")]}
@@ -193,9 +194,9 @@ def settle(
 def _remedies(flags: dict, phase: str, items: dict[str, float], missing: float) -> str:
     """Flags that would make room, the cheapest first."""
     tries = []
-    if phase == "rollout":
+    if phase != "update" or items.get("vLLM KV cache", 0) > missing / 2:
         tries += ["a smaller --kv-cache-gib or --max-num-seqs"]
-    elif items["activations"] + items["logits or block"] > missing / 2:
+    if phase == "update" and items["activations"] + items["logits or block"] > missing / 2:
         if not flags["activation_checkpointing"]:
             tries += ["--activation-checkpointing"]
         tries += [f"{flag('max_tokens_per_gpu', flags)} halved"]

@@ -27,7 +27,7 @@ def optimizer_step(
     """Clip each part's gradient, step its optimizer at its rate, zero the gradient; returns the norms before clipping.
 
     Args: check: called with the norms on every rank; it ends the run where they are not finite. The update is queued by
-        then, or the device would wait for the host in between: the weights that it leaves are not to be saved.
+        then, or the device would wait for the host in between: where the run ends, its weights are not to be saved.
         apply: False: the optimizers make no step.
     """
     norms = {  # over DTensors this is the norm of the whole gradient, not of this rank's shards
