@@ -248,7 +248,9 @@ def ran(folder):
 
     def get(ranks, *case):
         if ranks not in done:
+            done[ranks] = {}  # should the launch fail, it is not made again, into run folders that are there
             done[ranks] = start(folder, ranks, cases_of(ranks))
+        assert done[ranks], f"the launch of {ranks} ranks failed: the first test that needed it has its output"
         return done[ranks][case]
 
     return get
