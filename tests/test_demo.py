@@ -42,7 +42,7 @@ def test_the_demo_learns(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3, 4])
 def test_other_seeds_get_there_too(tmp_path, seed):
-    """A lower bar than seed 1's: seed 3 ends at 0.875, and ended at 0.93 before utils/head.py; why was not looked into."""
+    """A lower bar: seed 3 ends at 0.875, and ended at 0.93 before utils/head.py; why was not looked into."""
     check(*demo(tmp_path / f"demo{seed}", seed), bar=0.8)
 
 
