@@ -104,7 +104,9 @@ def _import_vllm():
 
     ExecutorWithExternalLauncher._distributed_args = distributed_args
     if torch.cuda.is_available():
-        _give_sampled_logprobs_alone()
+        from utils.sampled_logprobs import give_sampled_logprobs_alone
+
+        give_sampled_logprobs_alone()
     else:
         import vllm.model_executor.layers.utils as layer_utils
 
@@ -116,35 +118,6 @@ def _import_vllm():
         # The sampler's small kernels would be compiled by the C++ compiler for every new batch shape, seconds each.
         type(current_platform).simple_compile_backend = "eager"
     return vllm
-
-
-def _give_sampled_logprobs_alone() -> None:
-    """Log-probs of the sampled tokens as one kernel and one copy to the host, where no more is asked for.
-
-    vLLM's log-softmax in wider blocks, which reads at memory speed, without its second kernel: the tokens' ranks, which
-    nobody reads. The ids come to the host anyhow. For DecodeScheduler: vLLM's own outputs would find no log-probs.
-    """
-    from vllm.v1.outputs import LogprobsTensors
-    from vllm.v1.worker.gpu.sample import logprob, sampler
-
-    general, nothing = logprob.compute_topk_scores, torch.empty(0)
-
-    class Sampled(LogprobsTensors):
-        def to_cpu_nonblocking(self):
-            return Sampled(nothing, self.logprobs.to("cpu", non_blocking=True), nothing, self.cu_num_generated_tokens)
-
-    def scores(logits_nV, num_logprobs, token_n, counts=None, **more):
-        if num_logprobs or more.get("max_per_req_token_ids") or more.get("logits_mode"):
-            return general(logits_nV, num_logprobs, token_n, counts, **more)
-        n, vocabulary = logits_nV.shape
-        logprobs_n1 = torch.empty(n, 1, dtype=torch.float32, device=logits_nV.device)
-        logprob._topk_log_softmax_kernel[(n,)](
-            logprobs_n1, logits_nV, logits_nV.stride(0), token_n, 1, vocabulary,
-            BLOCK_SIZE=16384, TOPK_BLOCK_SIZE=1, num_warps=16,
-        )  # fmt: skip
-        return Sampled(nothing, logprobs_n1, nothing, counts)
-
-    sampler.compute_topk_scores = scores
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:

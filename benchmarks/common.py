@@ -73,6 +73,21 @@ def matmul_rate() -> float:
     return 2 * 8192**3 / timed(lambda: a @ a)
 
 
+def block_matmul_rate(size: str, tokens: int, fill=torch.randn) -> float:
+    """FLOP/s of a block's matrix products, forward and backward, back to back as often as the model has blocks."""
+    hidden, intermediate, layers, heads, kv_heads, *_ = SHAPES[size]
+    kv, options = kv_heads * hidden // heads, {"device": "cuda", "dtype": torch.bfloat16}
+    shapes = [(hidden, n) for n in (hidden, kv, kv, hidden, intermediate, intermediate)] + [(intermediate, hidden)]
+    factors = [(fill(tokens, i, **options), fill(o, i, **options), fill(tokens, o, **options)) for i, o in shapes]
+
+    def multiply() -> None:
+        for _ in range(layers):
+            for x, weight, grad in factors:
+                x @ weight.T, grad @ weight, grad.T @ x
+
+    return layers * sum(6 * tokens * i * o for i, o in shapes) / timed(multiply)
+
+
 def gather_bandwidth() -> float:
     """Bytes that each rank receives per second of an all-gather of 512 MiB a rank; 0 on one rank."""
     world = dist.get_world_size()

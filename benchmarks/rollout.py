@@ -4,6 +4,7 @@ python -m benchmarks.rollout --size 0.5b --prompts 64 --group 8
 The floor: weights and KV cache read once per decode step, at the card's own copy bandwidth.
 """
 
+import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class Args:
     """Rounds; every way of generating has its turn in each, and the median counts."""
     kv_cache_gib: float = 16.0
     """KV cache."""
+    engine_args: str = "{}"
+    """JSON, handed to vllm.LLM over what the hybrid engine sets: to compare settings."""
     out: str = "benchmarks/results"
     """Folder for the JSON."""
 
@@ -43,6 +46,7 @@ def main(args: Args) -> None:
     requests = args.prompts * args.group
     longest = args.prompt_len + args.response_len
     how = {"max_model_len": longest, "max_num_seqs": requests, "kv_cache_gib": args.kv_cache_gib}
+    how |= json.loads(args.engine_args)
     engine = HybridEngine(path, seed=1, eos_token_ids=[256], dtype=torch.bfloat16, **how)
     policy = load_policy(path, mesh, master_dtype=torch.bfloat16, compute_dtype=torch.bfloat16, trainable=False)
     engine.sync_weights(policy)
@@ -89,6 +93,7 @@ def main(args: Args) -> None:
         rate = statistics.median(seen)
         rows.append({
             "size": args.size, "responses": requests, "tokens": f"{args.prompt_len}+{args.response_len}", "way": name,
+            "engine args": args.engine_args,
             "tokens/s": round(rate), "rounds": " ".join(f"{r:.0f}" for r in seen),
             "over LLM.generate": rate / statistics.median(rates["LLM.generate"]), "share of floor": rate / floor,
         })  # fmt: skip
