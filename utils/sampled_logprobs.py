@@ -35,7 +35,7 @@ def logprobs_of_sampled(logits_nV: torch.Tensor, token_n: torch.Tensor) -> torch
     logprobs_n1 = torch.empty(len(logits_nV), 1, dtype=torch.float32, device=logits_nV.device)
     rows, vocabulary = logits_nV.shape
     _logprobs_kernel[(rows,)](
-        logprobs_n1, logits_nV, logits_nV.stride(0), token_n, vocabulary, BLOCK=16384, num_warps=16
+        logprobs_n1, logits_nV, logits_nV.stride(0), token_n, vocabulary, BLOCK=8192, num_warps=4
     )
     return logprobs_n1
 
