@@ -34,9 +34,7 @@ def logprobs_of_sampled(logits_nV: torch.Tensor, token_n: torch.Tensor) -> torch
     """Natural log of softmax(logits) at each row's token: [n, 1] float32, rounded as float32 sums are."""
     logprobs_n1 = torch.empty(len(logits_nV), 1, dtype=torch.float32, device=logits_nV.device)
     rows, vocabulary = logits_nV.shape
-    _logprobs_kernel[(rows,)](
-        logprobs_n1, logits_nV, logits_nV.stride(0), token_n, vocabulary, BLOCK=8192, num_warps=4
-    )
+    _logprobs_kernel[(rows,)](logprobs_n1, logits_nV, logits_nV.stride(0), token_n, vocabulary, BLOCK=8192, num_warps=4)
     return logprobs_n1
 
 
