@@ -242,6 +242,7 @@ class HybridEngine:
         if self.on_cuda:
             torch.cuda.synchronize()
         copied = time.perf_counter()
+        self._abort_leftovers()
         # Blocks computed with the old weights would serve new requests: a failed reset must not pass.
         assert self.llm.reset_prefix_cache(), "vLLM refused to reset its prefix cache: requests are still running"
         self.synced = True
@@ -306,6 +307,7 @@ class HybridEngine:
         """
         assert self.synced, "generate before sync_weights (since the engine was built or last woken)"
         assert len(prompt_ids) == len(uids), f"{len(prompt_ids)} prompts but {len(uids)} uids"
+        self._abort_leftovers()
         # Ranks of a tensor-parallel group compute the same forward passes, so each runs the whole group's prompts.
         shares = [None] * self.tp_size
         dist.all_gather_object(shares, list(zip(uids, prompt_ids, strict=True)), group=self.tp_group)
@@ -335,6 +337,12 @@ class HybridEngine:
         assert all(r.response_ids for r in rollouts), "vLLM returned an empty response"
         return rollouts
 
+    def _abort_leftovers(self) -> None:
+        """End the requests of a `generate` that raised (its on_finish, a prompt, an interrupt), should there be any."""
+        if left := list(self._scheduler.responses):
+            self.llm.llm_engine.abort_request(left, internal=True)
+            self._scheduler.responses.clear()
+
     def _sampling_params(self, sampling: Sampling, seed: int):
         return self.vllm.SamplingParams(
             temperature=sampling.temperature,
@@ -357,6 +365,7 @@ class HybridEngine:
         if what not in ("kv", "all"):
             raise ValueError(f'sleep("{what}"): must be "kv" or "all"')
         assert self._asleep is None, f"already asleep ({self._asleep})"
+        assert not self._kv_asleep, "sleep() after wake(): sync_weights() first, which brings the KV cache back"
         if self.on_cuda:
             assert self.sleep_mode, "sleep() on CUDA needs HybridEngine(sleep_mode=True)"
             if what == "all":

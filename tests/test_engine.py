@@ -217,6 +217,25 @@ def test_on_finish_hands_over_each_response_once_and_whole_while_others_run(engi
     assert max(unfinished) > 0
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, [*PROMPTS, [1] * 200]])
+def test_a_call_that_raises_leaves_nothing_to_the_next(engine, policy, prompts):
+    engine.sync_weights(policy)
+    before = engine_logprobs(engine)
+
+    def on_finish(rollout):
+        raise KeyboardInterrupt("interrupted")
+
+    for sync in (False, True):
+        with pytest.raises(BaseException, match="interrupted|200 input tokens"):  # vLLM refuses what is too long
+            engine.generate(prompts, range(len(prompts)), n=2, step=1, sampling=Sampling(1.0, 24), on_finish=on_finish)
+        assert engine._scheduler.responses
+        if sync:
+            engine.sync_weights(policy)
+            assert not engine._scheduler.responses
+        assert engine_logprobs(engine) == before
+    assert not engine.llm.llm_engine.output_processor.request_states
+
+
 def test_fault_27_sleep_and_wake(engine, policy):
     engine.sync_weights(policy)
     with pytest.raises(ValueError, match="kv"):
@@ -231,6 +250,8 @@ def test_fault_27_sleep_and_wake(engine, policy):
         engine.wake()
         with pytest.raises(AssertionError, match="generate before sync_weights"):
             engine_logprobs(engine)
+        with pytest.raises(AssertionError, match="sync_weights"):
+            engine.sleep(what)
         engine.sync_weights(policy)
         assert largest_difference(engine_logprobs(engine), policy, 1.0) < 1e-4
 

@@ -99,7 +99,7 @@ def test_killed_at_random_times_and_resumed(folder, straight, script, kills):
     same_end(folder, name, straight(script))
 
 
-def test_a_rank_that_hangs_ends_the_run_with_its_last_words(folder, straight):
+def test_a_rank_that_hangs_ends_the_run_with_what_it_was_at(folder, straight):
     name = "hung"
     process = start(folder, "grpo_fsdp", name, "--hang-timeout-s", 5, ranks=2)
     wait_for(folder, name, 2, process)
@@ -109,12 +109,46 @@ def test_a_rank_that_hangs_ends_the_run_with_its_last_words(folder, straight):
     log, began = folder / f"{name}.log", time.monotonic()
     while "no sign of life" not in log.read_text() and time.monotonic() - began < 60:
         time.sleep(0.1)
-    assert re.search(r"error: rank 1 has shown no sign of life for 5 s; its last words: step \d+, ", log.read_text())
+    assert re.search(
+        r"error: rank 1 has shown no sign of life for 5 s; rank 1 was last at: step \d+, ", log.read_text()
+    )
     os.kill(mine[0], signal.SIGKILL)  # torchrun would, half a minute later
     assert process.wait(timeout=60) == 1
     assert not any(environment(pid).get("TEST_RUN") == str(folder / name) for pid in os.listdir("/proc"))
     finish(folder, start(folder, "grpo_fsdp", name, "--resume", "auto"), name)
     assert [row["step"] for row in rows(folder / name)] == list(range(1, STEPS + 1))
+
+
+def test_a_launcher_that_hangs_ends_the_run(folder):
+    """Its store gives no answer then, and no error: as where the first machine of several is frozen, or gone."""
+    name = "launcher_hung"
+    process = start(folder, "grpo_fsdp", name, "--hang-timeout-s", 4, "--num-steps", 1000, ranks=2)
+    wait_for(folder, name, 2, process)
+    os.kill(process.pid, signal.SIGSTOP)
+    log, began = folder / f"{name}.log", time.monotonic()
+    while "the launcher's host" not in log.read_text() and time.monotonic() - began < 60:
+        time.sleep(0.1)
+    assert re.search(
+        r"error: the launcher's host, \S+, has shown no sign of life for 4 s; rank [01] was", log.read_text()
+    )
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.wait(timeout=60) == 1
+    assert not any(ours(pid, folder / name) for pid in os.listdir("/proc"))
+
+
+def test_a_run_that_is_paused_as_a_whole_goes_on(folder, straight):
+    """As a suspended machine or job does: every rank, and the launcher, for longer than the limit."""
+    name = "paused"
+    process = start(folder, "grpo_fsdp", name, "--hang-timeout-s", 4, ranks=2)
+    wait_for(folder, name, 2, process)
+    everyone = [int(pid) for pid in os.listdir("/proc") if ours(pid, folder / name)]
+    for pid in everyone:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(6)
+    for pid in everyone:
+        os.kill(pid, signal.SIGCONT)
+    finish(folder, process, name)
+    same_end(folder, name, straight("grpo_fsdp", 2))
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ for something that never comes is not seen by this.
 
 import atexit
 import contextlib
+import math
 import os
 import sys
 import threading
 import time
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -31,28 +31,41 @@ def watch(limit_s: float) -> None:
         return
     # a connection of its own: a call that waits holds up all others on the same one
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-    store.set_timeout(timedelta(seconds=limit_s / 4))
-    over, other = threading.Event(), (rank + 1) % world
+    over, told, other = threading.Event(), threading.Event(), (rank + 1) % world
+    sign, since = "", time.monotonic()  # the other's last sign of life
+    answered = since  # by the store, at last
 
     def live() -> None:
-        seen, since, beats = "", time.monotonic(), 0
+        nonlocal sign, since, answered
+        beats = 0
         while not over.wait(limit_s / 20):
-            try:
-                beats += 1
+            beats += 1
+            try:  # no answer comes from a store whose host is frozen, nor an error
                 store.set(f"watchdog/{rank}", f"{beats} {_last_words}")
-                sign = store.get(f"watchdog/{other}").decode()
-            except dist.DistStoreError:  # no answer: its host may be frozen
-                sign = seen
+                new = store.get(f"watchdog/{other}").decode()
+            except dist.DistStoreError:  # late
+                continue
             except dist.DistError:  # the store's host is gone, and the launcher knows
+                since = math.inf
                 return
+            answered = time.monotonic()
+            if new != sign or new == "over":
+                sign, since = new, answered
+
+    def judge() -> None:
+        nonlocal since
+        last = time.monotonic()
+        while not told.wait(limit_s / 20):
             now = time.monotonic()
-            if sign != seen or sign == "over":
-                seen, since = sign, now
-            elif now - since > limit_s:
-                words = seen.partition(" ")[2]
-                rule = "a larger --hang-timeout-s waits longer; --resume auto goes on from the newest checkpoint"
+            if now - last > limit_s / 2:  # this rank was stopped too, as all are when a job is suspended: start anew
+                since = now
+            last = now
+            if now - since > limit_s:
+                host = f"the launcher's host, {os.environ['MASTER_ADDR']},"
                 print(
-                    f"error: rank {other} has shown no sign of life for {limit_s:g} s; its last words: {words}; {rule}",
+                    f"error: {f'rank {other}' if now - answered < limit_s / 2 else host} has shown no sign of life for "
+                    f"{limit_s:g} s; rank {other} was last at: {sign.partition(' ')[2]}; a larger --hang-timeout-s "
+                    "waits longer; --resume auto goes on from the newest checkpoint",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -60,13 +73,16 @@ def watch(limit_s: float) -> None:
 
     store.set(f"watchdog/{rank}", f"0 {_last_words}")
     dist.barrier()
-    thread = threading.Thread(target=live, daemon=True)
-    thread.start()
+    living, judging = (threading.Thread(target=each, daemon=True) for each in (live, judge))
+    living.start()
+    judging.start()
 
     def end() -> None:  # before the interpreter does, which no thread in the store's code may outlive
         over.set()
-        thread.join()
+        living.join()  # judged to the end
         with contextlib.suppress(dist.DistError):
             store.set(f"watchdog/{rank}", "over")
+        told.set()
+        judging.join()
 
     atexit.register(end)

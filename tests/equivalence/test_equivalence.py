@@ -184,6 +184,7 @@ def settings_of(folder, script, s):
     """All of a row's flags and their values."""
     files = {"model": folder / s.get("model", "model"), "train_files": folder / "train.parquet"}
     files |= {"max_prompt_len": 8, "max_response_len": 12, "save_every": 0, "export_hf": "off"}
+    files |= {"hang_timeout_s": 0.0}  # all rows of a layout are one process, which would be watched by as many threads
     if script == "reward_model_bt":
         files |= {"max_prompt_len": 4, "max_response_len": 9, "model": folder / "critic"}
         return {k: v for k, v in s.items() if k != "pairs"} | files | {"train_files": pairs_of(folder, s)}
