@@ -5,6 +5,7 @@ The floor: weights and KV cache read once per decode step, at the card's own cop
 """
 
 import json
+import re
 import statistics
 import time
 from dataclasses import dataclass
@@ -95,13 +96,15 @@ def main(args: Args) -> None:
     rows = []
     for name, seen in rates.items():
         rate = statistics.median(seen)
+        over = {f"over {way}": rate / statistics.median(others) for way, others in rates.items() if "log" not in way}
         rows.append({
             "size": args.size, "responses": requests, "tokens": f"{args.prompt_len}+{args.response_len}", "way": name,
             "engine args": args.engine_args,
             "tokens/s": round(rate), "rounds": " ".join(f"{r:.0f}" for r in seen),
-            "over the first": rate / statistics.median(rates["reshard"]), "share of floor": rate / floor,
+            "share of floor": rate / floor, **over,
         })  # fmt: skip
-    report(f"rollout_{args.size}_{requests}x{args.response_len}", rows, args.out)
+    settings = re.sub(r"\W+", "_", args.engine_args).rstrip("_")
+    report(f"rollout_{args.size}_{requests}x{args.response_len}{settings}", rows, args.out)
     engine.close()
 
 

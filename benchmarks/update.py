@@ -4,7 +4,7 @@ python -m benchmarks.update --size 0.5b --sequences 512                         
 torchrun --nproc-per-node 2 -m benchmarks.update --size 0.5b --sequences 512
 FLOPs are counted as 6 per parameter and token plus causal attention (recomputed ones do not count). The floor is the
 same count at the rate of one large matrix product, or at that of a block's own products alone, back to back; these of
-zeros too, which draw less power: what that gains is what the card's power limit takes.
+zeros too, which draw less power: what that gains shows what the card's power limit may take.
 """
 
 import time
@@ -104,7 +104,8 @@ def main(args: Args) -> None:
         "size": args.size, "GPUs": world, "sequences": f"{args.sequences} x {args.prompt_len}+{args.response_len}",
         "settings": settings.strip() or "eager", "tokens/s a GPU": round(sum(whole) / seconds), "s/step": seconds,
         "TFLOP/s": flops / seconds / 1e12, "share of 989": flops / seconds / PEAK_FLOPS,
-        **{f"{name} of 989": rate / PEAK_FLOPS for name, rate in rates.items()}, "peak GiB": peak / 2**30,
+        **{f"{name}, TFLOP/s": rate / 1e12 for name, rate in rates.items()},
+        **{f"share of {name}": flops / seconds / rate for name, rate in rates.items()}, "peak GiB": peak / 2**30,
         "first step s": first, "graphs": torch._dynamo.utils.counters["stats"].get("unique_graphs", 0),
     }  # fmt: skip
     if args.profile:

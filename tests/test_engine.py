@@ -226,7 +226,7 @@ def test_a_call_that_raises_leaves_nothing_to_the_next(engine, policy, prompts):
         raise KeyboardInterrupt("interrupted")
 
     for sync in (False, True):
-        with pytest.raises(BaseException, match="interrupted|200 input tokens"):  # vLLM refuses what is too long
+        with pytest.raises(BaseException, match=r"interrupted|200 input tokens"):  # vLLM refuses what is too long
             engine.generate(prompts, range(len(prompts)), n=2, step=1, sampling=Sampling(1.0, 24), on_finish=on_finish)
         assert engine._scheduler.responses
         if sync:
