@@ -128,9 +128,10 @@ def test_log_probs_in_one_kernel_are_vllms(engine, dtype, rows):
     from vllm.v1.worker.gpu.sample import logprob, sampler
 
     generator = torch.Generator("cuda").manual_seed(rows)
-    logits = 20 * torch.randn(rows, 20001, device="cuda", generator=generator).to(dtype)
+    logits = 20 * torch.randn(rows, 20100, device="cuda", generator=generator).to(dtype)[:, :20001]  # padded rows
     logits[:, 5] = float("-inf")
     tokens = torch.randint(6, 20001, (rows,), device="cuda", generator=generator)
+    logits[0, :10000], tokens[0] = float("-inf"), 10001  # a whole block
     for num_logprobs in (0, 2):  # with others than the sampled token's, vLLM's own
         ours, theirs = (
             compute(logits, num_logprobs, tokens, None, max_per_req_token_ids=0, logits_mode=False)
