@@ -5,7 +5,7 @@ One step, for P prompts of G sampled responses each (Shao et al. 2024, DeepSeekM
 1. rollout    G responses per prompt from the current weights, at temperature T
 2. score      R_i, one number per response
 3. batch      ragged responses -> right-padded [B, R] tensors
-4. no-grad    old log-probs, only if the batch is used for more than one optimizer step; reference log-probs if KL is on
+4. no-grad    old log-probs, if the batch is used for several optimizer steps or corrected; reference ones if KL is on
 5. advantages A_i = (R_i - mean_g) / std_g over the group g of the same prompt (sec. 4.1.2)
 6. update     maximise min(r A, clip(r, 1 - low, 1 + high) A) - beta KL per token (eq. 3), r = pi / pi_old
 7. sync       the new weights into vLLM
@@ -87,7 +87,7 @@ class Args:
     resume: str = ""
     """"auto": the newest checkpoint of --run-dir, or a fresh start; or the path of a checkpoints/step_N folder."""
     save_every: int = 50
-    """Save a checkpoint every so many steps, at the end, and on SIGTERM after the step's; 0: never."""
+    """Save a checkpoint every so many steps, at the end, and after the step in which SIGTERM comes; 0: never."""
     keep_checkpoints: int = 0
     """Newest checkpoints to keep; 0: all."""
     checksums: bool = False
@@ -95,7 +95,7 @@ class Args:
     eval_every: int = 10
     """Evaluate every so many steps, at step 0 and at the end; 0: never."""
     export_hf: Literal["last", "every", "off"] = "last"
-    """Write a Hugging Face folder (run_dir/hf) at the end, beside every checkpoint, or not."""
+    """Hugging Face folders: run_dir/hf at the end; every: one inside each checkpoint too; off: none."""
     # [/shared]
 
     # ---- model ----
@@ -140,7 +140,7 @@ class Args:
     eval_reward: str = ""
     """What held-out responses are scored by; empty: --reward."""
     reward_timeout_s: float = 10.0
-    """Seconds a reward call may take; a slower one is killed, counted and left out of the batch."""
+    """Seconds a reward call may take; a slower one is killed and counted, and its response has no score."""
     reward_workers: int = 2
     """Reward worker processes per rank."""
     record: str = ""
@@ -168,9 +168,10 @@ class Args:
     # [/shared]
     # [shared: correction flags]
     rollout_correction: Literal["none", "token-tis", "seq-mask"] = "none"
-    """For what vLLM samples from not being quite the trainer's policy: weigh tokens, or weigh and mask responses."""
+    """Importance weights, trainer over vLLM, where their log-probs differ. token-tis: each token's own, cut at
+    --correction-cap; seq-mask: the product over the response, which is left out above the cap."""
     correction_cap: float = 2.0
-    """Largest importance weight: a token's is cut there, a response's beyond it is left out."""
+    """Largest importance weight."""
     # [/shared]
     # [shared: guard flags]
     max_kl: float = 0.0
@@ -198,7 +199,8 @@ class Args:
     kl_coef: float = 0.0
     """Weight of the KL to the reference in the loss; 0: no KL and no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Which sampled-token estimate of the KL enters the loss value and the metrics."""
+    """The KL that is logged: with d = log(policy / reference), k1 is d, k2 d^2 / 2, k3 exp(-d) - 1 + d. The gradient is
+    the reverse KL's with each."""
 
     # ---- systems: never change the numbers ----
     # [shared: systems flags]
@@ -213,10 +215,10 @@ class Args:
     dry_run: bool = False
     """Print what the run comes to, its sizes and memory, and stop before a model loads."""
     hang_timeout_s: float = 45.0
-    """End the run when a rank shows no sign of life for so many seconds; 0: wait."""
+    """End the run when a rank, or the launcher's host, shows no sign of life for so many seconds; 0: wait."""
     # [/shared]
     verify_sync: int = 0
-    """Prove every so many weight syncs that vLLM holds the trainer's weights, and stop where it does not; 0: never."""
+    """Prove after every so many steps that vLLM holds the trainer's weights, and stop where it does not; 0: never."""
     sleep: Literal["auto", "none", "kv", "all"] = "auto"
     """What vLLM gives back during the update (CUDA): nothing, its KV cache, its weights too; auto: what is needed."""
 
@@ -242,8 +244,8 @@ def group_advantages(scores_B: torch.Tensor, judged_B: torch.Tensor, group_size:
     centred_PG = (scores_PG - mean_P1) * judged_PG
     if scale:
         # DETAIL: the group's std is the sample's (n - 1), because the paper does not say and every code base compared
-        # does; two-pass, in float64. DETAIL: it is floored at 1e-3 instead of adding an epsilon, because a group of
-        # nearly equal scores must not be blown up, and others should not be shrunk.
+        # does; two-pass, in float64. DETAIL: the group's std is floored at 1e-3 instead of adding an epsilon, because a
+        # group of nearly equal scores must not be blown up, and others should not be shrunk.
         std_P1 = (centred_PG.square().sum(-1, keepdim=True) / (count_P1 - 1).clamp_min(1)).sqrt()
         centred_PG = centred_PG / std_P1.clamp_min(1e-3)
     return centred_PG.flatten().float()
@@ -585,13 +587,13 @@ def main(args: Args) -> None:
                     if not use_old:  # the one optimizer step is still to come: same weights on both sides
                         first_logprobs_BR[rows_b] = logprobs_bR.detach()
                 # [shared: optimizer step]
-                # DETAIL: the bound is on how far the batch's optimizer steps before this one have moved the policy, at
+                # DETAIL: --max-kl bounds how far the batch's optimizer steps before this one have moved the policy, at
                 # this one's tokens; what a step itself does is seen by the next one of the batch alone.
                 kl = mean_over_ranks(seen, "approx_kl", num_tokens) if args.max_kl else 0.0
                 minibatches_done += 1
                 over = args.max_kl > 0 and not kl <= args.max_kl  # nor is one that is not a number
                 going_on = not over or args.on_max_kl == "lower-lr"
-                # DETAIL: every rate is lowered, the critic's too, because then the ratio of the two stays.
+                # DETAIL: lower-lr lowers every rate, the critic's too, because then the ratio of the two stays.
                 scaled = {name: rate * state["lr_factor"] for name, rate in rates.items()}
                 check = partial(check_finite, run_dir, step, rollouts, seen, batch)
                 for name, norm in optimizer_step(learners, scaled, args.max_grad_norm, check, going_on).items():
@@ -605,8 +607,8 @@ def main(args: Args) -> None:
                 if over and args.on_max_kl == "lower-lr":
                     state["lr_factor"] *= 1 - args.kl_lr_decay
                 elif over and args.on_max_kl == "roll-back":
-                    # DETAIL: the batch's other optimizer steps are left out, because the policy that it was sampled
-                    # from is gone; the next batch is sampled from the restored weights.
+                    # DETAIL: after a roll-back the batch's other optimizer steps are left out, because the policy that
+                    # it was sampled from is gone; the next batch is sampled from the restored weights.
                     state |= roll_back(run_dir, checkpoint, parts, step)
                 # [/shared]
         metrics.lap("update", device)
@@ -624,9 +626,13 @@ def main(args: Args) -> None:
         # [/shared]
 
         # ---- 8 log, evaluate, save ----
-        scores_PG = scores_B.view(P, G)
-        equal_P, right_P = scores_PG.amax(-1) == scores_PG.amin(-1), scores_PG[:, 0] > 0
-        metrics.add("reward/score_std", scores_PG.std(-1).sum(), P)
+        # of the responses that have a score; a group that has none counts as equal, and wrong
+        judged_PG, centred_B = judged_B.view(P, G), group_advantages(scores_B, judged_B, G, scale=False)
+        std_P = (centred_B.view(P, G).square().sum(-1) / (judged_PG.sum(-1) - 1).clamp_min(1)).sqrt()
+        high_P = torch.where(judged_PG, scores_B.view(P, G), -torch.inf).amax(-1)
+        low_P = torch.where(judged_PG, scores_B.view(P, G), torch.inf).amin(-1)
+        equal_P, right_P = high_P <= low_P, high_P > 0
+        metrics.add("reward/score_std", std_P.sum(), P)
         metrics.add("reward/zero_std_frac", equal_P.sum(), P)
         metrics.add("reward/all_right_frac", (equal_P & right_P).sum(), P)
         metrics.add("reward/all_wrong_frac", (equal_P & ~right_P).sum(), P)

@@ -1,9 +1,10 @@
 """Hybrid engine: the training process's own vLLM. FSDP2 shards -> vLLM storage in place, then generation.
 
-    engine = HybridEngine(model_path, tensor_parallel_size=2, max_model_len=1024)   # weights dummy until the first sync
+    init_distributed()                                  # utils/dist.py; under torchrun or not
+    engine = HybridEngine(path, seed=1, max_model_len=1024, eos_token_ids=[2], sleep_mode=True)   # weights are dummies
     report = engine.sync_weights(policy)                # every step: trainer -> engine, prefix cache reset
     rollouts = engine.generate(prompt_ids, uids, n=8, step=3, sampling=Sampling(temperature=1.0, max_tokens=512))
-    engine.sleep("all"); engine.wake()                  # hand the memory to the update, and take it back
+    engine.sleep("all"); engine.wake()                  # hand the memory to the update, and take it back: then sync
 
 Every call is collective: all ranks make the same calls in the same order. Ranks of one tensor-parallel group are
 consecutive; the groups are independent replicas. Each rank hands in its own prompts and gets its own responses back.
@@ -338,10 +339,13 @@ class HybridEngine:
         return rollouts
 
     def _abort_leftovers(self) -> None:
-        """End the requests of a `generate` that raised (its on_finish, a prompt, an interrupt), should there be any."""
-        if left := list(self._scheduler.responses):
-            self.llm.llm_engine.abort_request(left, internal=True)
+        """End the requests of a `generate` that raised, on all ranks: by its on_finish, a prompt, an interrupt."""
+        engine = self.llm.llm_engine
+        if left := {*self._scheduler.responses, *engine.output_processor.request_states}:
+            engine.abort_request(list(left), internal=True)
             self._scheduler.responses.clear()
+            # vLLM caches a prompt's blocks when it is scheduled: what was to fill them may not have run.
+            assert self.llm.reset_prefix_cache(), "vLLM refused to reset its prefix cache: requests are still running"
 
     def _sampling_params(self, sampling: Sampling, seed: int):
         return self.vllm.SamplingParams(

@@ -99,7 +99,7 @@ class Args:
     resume: str = ""
     """"auto": the newest checkpoint of --run-dir, or a fresh start; or the path of a checkpoints/step_N folder."""
     save_every: int = 50
-    """Save a checkpoint every so many steps, at the end, and on SIGTERM after the step's; 0: never."""
+    """Save a checkpoint every so many steps, at the end, and after the step in which SIGTERM comes; 0: never."""
     keep_checkpoints: int = 0
     """Newest checkpoints to keep; 0: all."""
     checksums: bool = False
@@ -107,7 +107,7 @@ class Args:
     eval_every: int = 10
     """Evaluate every so many steps, at step 0 and at the end; 0: never."""
     export_hf: Literal["last", "every", "off"] = "last"
-    """Write a Hugging Face folder (run_dir/hf) at the end, beside every checkpoint, or not."""
+    """Hugging Face folders: run_dir/hf at the end; every: one inside each checkpoint too; off: none."""
     # [/shared]
 
     # ---- model ----
@@ -154,7 +154,7 @@ class Args:
     eval_reward: str = ""
     """What held-out responses are scored by; empty: --reward."""
     reward_timeout_s: float = 10.0
-    """Seconds a reward call may take; a slower one is killed, counted and left out of the batch."""
+    """Seconds a reward call may take; a slower one is killed and counted, and its response has no score."""
     reward_workers: int = 2
     """Reward worker processes per rank."""
     record: str = ""
@@ -192,9 +192,10 @@ class Args:
     # [/shared]
     # [shared: correction flags]
     rollout_correction: Literal["none", "token-tis", "seq-mask"] = "none"
-    """For what vLLM samples from not being quite the trainer's policy: weigh tokens, or weigh and mask responses."""
+    """Importance weights, trainer over vLLM, where their log-probs differ. token-tis: each token's own, cut at
+    --correction-cap; seq-mask: the product over the response, which is left out above the cap."""
     correction_cap: float = 2.0
-    """Largest importance weight: a token's is cut there, a response's beyond it is left out."""
+    """Largest importance weight."""
     # [/shared]
     # [shared: guard flags]
     max_kl: float = 0.0
@@ -226,7 +227,7 @@ class Args:
     clip_high: float = 0.2
     """The ratio's upper clip bound is 1 + this."""
     dual_clip: float = 0.0
-    """Where the advantage is negative, a token's loss is at most this times its size, above 1; 0: no bound."""
+    """Where the advantage A is negative, a token's loss is at most this times |A|; above 1, such as 3; 0: no bound."""
     value_clip: float = 0.2
     """Clip a new value to within this of the rollout's, and take the larger error of the two; 0: do not."""
     entropy_coef: float = 0.0
@@ -236,13 +237,15 @@ class Args:
     kl_coef: float = 0.02
     """Weight of the KL to the reference; 0: no KL and no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Which sampled-token estimate of the KL enters the loss value and the metrics, with --kl-in loss."""
+    """With --kl-in loss, the KL in policy/kl_loss: with d = log(policy / reference), k1 is d, k2 d^2 / 2, k3
+    exp(-d) - 1 + d. The gradient is the reverse KL's with each."""
     kl_controller: Literal["fixed", "adaptive", "horizon"] = "fixed"
-    """Keep --kl-coef, or steer it to --kl-target: by a tenth of the error a step, or by responses over --kl-horizon."""
+    """Keep --kl-coef, or multiply it after each step by 1 + k e, where e is KL / --kl-target - 1 within 0.2 of 0. k is
+    0.1 (adaptive) or the step's responses over --kl-horizon (horizon)."""
     kl_target: float = 6.0
     """Wanted KL to the reference, in nats per response (summed over its tokens)."""
     kl_horizon: int = 10000
-    """Responses over which --kl-controller horizon changes the coefficient by the whole error, at most 20 %."""
+    """Responses over which --kl-controller horizon applies e once: larger is slower."""
 
     # ---- systems: never change the numbers ----
     # [shared: systems flags]
@@ -257,10 +260,10 @@ class Args:
     dry_run: bool = False
     """Print what the run comes to, its sizes and memory, and stop before a model loads."""
     hang_timeout_s: float = 45.0
-    """End the run when a rank shows no sign of life for so many seconds; 0: wait."""
+    """End the run when a rank, or the launcher's host, shows no sign of life for so many seconds; 0: wait."""
     # [/shared]
     verify_sync: int = 0
-    """Prove every so many weight syncs that vLLM holds the trainer's weights, and stop where it does not; 0: never."""
+    """Prove after every so many steps that vLLM holds the trainer's weights, and stop where it does not; 0: never."""
     sleep: Literal["auto", "none", "kv", "all"] = "auto"
     """What vLLM gives back during the update (CUDA): nothing, its KV cache, its weights too; auto: what is needed."""
 
@@ -327,8 +330,8 @@ def whiten(x_BR: torch.Tensor, mask_BR: torch.Tensor, over_ranks: Callable) -> t
 
     Args: over_ranks: sums a tensor over the ranks.
     """
-    # DETAIL: whitened by the population variance over the tokens of the whole step, as openai/lm-human-preferences; in
-    # float64.
+    # DETAIL: advantages are whitened by the population variance over the tokens of the whole step, as
+    # openai/lm-human-preferences; in float64.
     count, total = over_ranks(torch.stack([mask_BR.sum().double(), (x_BR.double() * mask_BR).sum()]))
     centred_BR = (x_BR - total / count) * mask_BR
     variance = over_ranks(centred_BR.square().sum()) / count
@@ -668,8 +671,8 @@ def main(args: Args) -> None:
         trained, num_kept = kept_B.tolist(), sum_over_ranks(kept_B.sum())
         first_logprobs_BR = old_logprobs_BR if use_old else torch.zeros_like(rollout_logprobs_BR)
         audited_BR = mask_BR if use_old else mask_BR & judged_B[:, None]
-        # DETAIL: a response without a score is left out of everything below, because any number in its place would be a
-        # reward for making the judge fail.
+        # DETAIL: a response without a score is left out of advantages, losses and means, because any number in its
+        # place would be a reward for making the judge fail.
         mask_BR = mask_BR & kept_B[:, None]
         paid_B = scores_B.clamp(-args.score_clip, args.score_clip) if args.score_clip else scores_B
         paid_B = paid_B - args.missing_eos_penalty * truncated_B
@@ -768,13 +771,13 @@ def main(args: Args) -> None:
                     if not use_old:  # the one optimizer step is still to come: same weights on both sides
                         first_logprobs_BR[rows_b] = logprobs_bR.detach()
                 # [shared: optimizer step]
-                # DETAIL: the bound is on how far the batch's optimizer steps before this one have moved the policy, at
+                # DETAIL: --max-kl bounds how far the batch's optimizer steps before this one have moved the policy, at
                 # this one's tokens; what a step itself does is seen by the next one of the batch alone.
                 kl = mean_over_ranks(seen, "approx_kl", num_tokens) if args.max_kl else 0.0
                 minibatches_done += 1
                 over = args.max_kl > 0 and not kl <= args.max_kl  # nor is one that is not a number
                 going_on = not over or args.on_max_kl == "lower-lr"
-                # DETAIL: every rate is lowered, the critic's too, because then the ratio of the two stays.
+                # DETAIL: lower-lr lowers every rate, the critic's too, because then the ratio of the two stays.
                 scaled = {name: rate * state["lr_factor"] for name, rate in rates.items()}
                 check = partial(check_finite, run_dir, step, rollouts, seen, batch)
                 for name, norm in optimizer_step(learners, scaled, args.max_grad_norm, check, going_on).items():
@@ -788,8 +791,8 @@ def main(args: Args) -> None:
                 if over and args.on_max_kl == "lower-lr":
                     state["lr_factor"] *= 1 - args.kl_lr_decay
                 elif over and args.on_max_kl == "roll-back":
-                    # DETAIL: the batch's other optimizer steps are left out, because the policy that it was sampled
-                    # from is gone; the next batch is sampled from the restored weights.
+                    # DETAIL: after a roll-back the batch's other optimizer steps are left out, because the policy that
+                    # it was sampled from is gone; the next batch is sampled from the restored weights.
                     state |= roll_back(run_dir, checkpoint, parts, step)
                 # [/shared]
         metrics.lap("update", device)

@@ -82,7 +82,7 @@ class Args:
     resume: str = ""
     """"auto": the newest checkpoint of --run-dir, or a fresh start; or the path of a checkpoints/step_N folder."""
     save_every: int = 50
-    """Save a checkpoint every so many steps, at the end, and on SIGTERM after the step's; 0: never."""
+    """Save a checkpoint every so many steps, at the end, and after the step in which SIGTERM comes; 0: never."""
     keep_checkpoints: int = 0
     """Newest checkpoints to keep; 0: all."""
     checksums: bool = False
@@ -90,7 +90,7 @@ class Args:
     eval_every: int = 10
     """Evaluate every so many steps, at step 0 and at the end; 0: never."""
     export_hf: Literal["last", "every", "off"] = "last"
-    """Write a Hugging Face folder (run_dir/hf) at the end, beside every checkpoint, or not."""
+    """Hugging Face folders: run_dir/hf at the end; every: one inside each checkpoint too; off: none."""
     # [/shared]
 
     # ---- model ----
@@ -146,7 +146,7 @@ class Args:
     dry_run: bool = False
     """Print what the run comes to, its sizes and memory, and stop before a model loads."""
     hang_timeout_s: float = 45.0
-    """End the run when a rank shows no sign of life for so many seconds; 0: wait."""
+    """End the run when a rank, or the launcher's host, shows no sign of life for so many seconds; 0: wait."""
     # [/shared]
 
 

@@ -236,6 +236,25 @@ def test_a_call_that_raises_leaves_nothing_to_the_next(engine, policy, prompts):
     assert not engine.llm.llm_engine.output_processor.request_states
 
 
+def test_a_step_that_failed_leaves_no_cached_blocks(engine, policy, monkeypatch):
+    """vLLM caches whole blocks of a prompt when it schedules them."""
+    executor, prompts = engine.llm.llm_engine.engine_core.engine_core.model_executor, [[9] * 70, [7] * 70]
+    engine.sync_weights(policy)
+    before = engine_logprobs(engine, prompts=prompts)
+    engine.sync_weights(policy)  # an empty cache
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(executor, "execute_model", fail)
+        engine_logprobs(engine, prompts=prompts)
+    with torch.no_grad():  # else what the blocks held before would do
+        for cache in executor.driver_worker.worker.model_runner.kv_caches:
+            cache.zero_()
+    assert engine_logprobs(engine, prompts=prompts) == before
+
+
 def test_fault_27_sleep_and_wake(engine, policy):
     engine.sync_weights(policy)
     with pytest.raises(ValueError, match="kv"):

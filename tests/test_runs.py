@@ -136,6 +136,8 @@ def by_hand(tmp_path_factory):
     responses = table.to_pylist()
     for row, score in zip(responses, [1.0] * 4 + [0.0] * 4 + [-0.5] * 4 + [1.0, 0.0, 0.0, 0.5], strict=True):
         row["score"] = score
+    for row in (responses[2], responses[9]):  # 0 in its place would set its group apart
+        row["score"], row["judged"] = 0.0, False
     responses[-1]["response_ids"][-1], responses[-1]["logprobs"][-1] = tokenizer.eos_token_id, 0.0
     (folder / "rollouts").mkdir()
     pq.write_table(pa.Table.from_pylist(responses, table.schema), folder / "rollouts/step_1.parquet")
@@ -152,6 +154,8 @@ def by_hand(tmp_path_factory):
 def test_fault_06_groups_without_a_gradient_are_told_apart(by_hand):
     shares = [by_hand[f"reward/{name}_frac"] for name in ("zero_std", "all_right", "all_wrong")]
     assert shares == [0.75, 0.25, 0.5]
+    spread = np.std([1.0, 0.0, 0.0, 0.5], ddof=1)  # of the last group; those of the others are 0
+    assert by_hand["reward/score_std"] == pytest.approx(spread / 4)
 
 
 def test_fault_38_the_end_of_sequence_is_trained_though_it_is_the_padding_too(by_hand):

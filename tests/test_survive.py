@@ -32,6 +32,15 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left(folder):
+    """Ranks are in sessions of their own, and a test that fails may have stopped them."""
+    yield
+    for pid in os.listdir("/proc"):
+        if str(environment(pid).get("TEST_RUN")).startswith(str(folder)):
+            os.kill(int(pid), signal.SIGKILL)
+
+
 def start(folder, script, name, *more, ranks=1) -> subprocess.Popen:
     """A run on recorded rollouts that saves every step, in a process group of its own."""
     policy = script != "reward_model_bt"
@@ -120,9 +129,12 @@ def test_a_rank_that_hangs_ends_the_run_with_what_it_was_at(folder, straight):
 
 
 def test_a_launcher_that_hangs_ends_the_run(folder):
-    """Its store gives no answer then, and no error: as where the first machine of several is frozen, or gone."""
+    """Its store gives no answer then, and no error: as where the first machine of several is frozen, or gone.
+
+    Whether the ranks still train by then, or are at their end already.
+    """
     name = "launcher_hung"
-    process = start(folder, "grpo_fsdp", name, "--hang-timeout-s", 4, "--num-steps", 1000, ranks=2)
+    process = start(folder, "grpo_fsdp", name, "--hang-timeout-s", 4, ranks=2)
     wait_for(folder, name, 2, process)
     os.kill(process.pid, signal.SIGSTOP)
     log, began = folder / f"{name}.log", time.monotonic()
@@ -142,11 +154,14 @@ def test_a_run_that_is_paused_as_a_whole_goes_on(folder, straight):
     process = start(folder, "grpo_fsdp", name, "--hang-timeout-s", 4, ranks=2)
     wait_for(folder, name, 2, process)
     everyone = [int(pid) for pid in os.listdir("/proc") if ours(pid, folder / name)]
-    for pid in everyone:
-        os.kill(pid, signal.SIGSTOP)
+    one = {pid for pid in everyone if environment(pid).get("RANK") == "1"}
+    for order, what in ((one, signal.SIGSTOP), (set(everyone) - one, signal.SIGSTOP)):  # not all at once
+        [os.kill(pid, what) for pid in order]
+        time.sleep(0.5)
     time.sleep(6)
-    for pid in everyone:
-        os.kill(pid, signal.SIGCONT)
+    for order, what in ((set(everyone) - one, signal.SIGCONT), (one, signal.SIGCONT)):
+        [os.kill(pid, what) for pid in order]
+        time.sleep(0.5)
     finish(folder, process, name)
     same_end(folder, name, straight("grpo_fsdp", 2))
 

@@ -205,7 +205,7 @@ class Scorer:
         rollouts = self.rollout(val, share, 1, step, sampling)
         scores_B = self.rule_scores(rollouts, f"the evaluation at step {step}") + self.model_scores(rollouts, val)
         assert sum(all_gather(len(scores_B))) == len(val), "not every held-out prompt was evaluated"
-        # DETAIL: a response without a score counts as 0 here, because leaving it out would flatter the policy.
+        # DETAIL: a response without a score counts as 0 in evaluation, because leaving it out would flatter the policy.
         judged_B = scores_B.isfinite()
         scores_B = torch.where(judged_B, scores_B, 0.0)
         metrics.add("eval/score", scores_B.sum(), len(rollouts))

@@ -7,11 +7,9 @@ for something that never comes is not seen by this.
 
 import atexit
 import contextlib
-import math
 import os
 import sys
 import threading
-import time
 
 import torch.distributed as dist
 
@@ -32,11 +30,11 @@ def watch(limit_s: float) -> None:
     # a connection of its own: a call that waits holds up all others on the same one
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
     over, told, other = threading.Event(), threading.Event(), (rank + 1) % world
-    sign, since = "", time.monotonic()  # the other's last sign of life
-    answered = since  # by the store, at last
+    sign = ""  # of the other's life, the last
+    silent = unanswered = 0  # twentieths of the limit since it changed, and since the store answered
 
     def live() -> None:
-        nonlocal sign, since, answered
+        nonlocal sign, silent, unanswered
         beats = 0
         while not over.wait(limit_s / 20):
             beats += 1
@@ -45,31 +43,30 @@ def watch(limit_s: float) -> None:
                 new = store.get(f"watchdog/{other}").decode()
             except dist.DistStoreError:  # late
                 continue
-            except dist.DistError:  # the store's host is gone, and the launcher knows
-                since = math.inf
+            except dist.DistError:  # its host is gone
                 return
-            answered = time.monotonic()
+            unanswered = 0
             if new != sign or new == "over":
-                sign, since = new, answered
+                sign, silent = new, 0
 
     def judge() -> None:
-        nonlocal since
-        last = time.monotonic()
-        while not told.wait(limit_s / 20):
-            now = time.monotonic()
-            if now - last > limit_s / 2:  # this rank was stopped too, as all are when a job is suspended: start anew
-                since = now
-            last = now
-            if now - since > limit_s:
-                host = f"the launcher's host, {os.environ['MASTER_ADDR']},"
-                print(
-                    f"error: {f'rank {other}' if now - answered < limit_s / 2 else host} has shown no sign of life for "
-                    f"{limit_s:g} s; rank {other} was last at: {sign.partition(' ')[2]}; a larger --hang-timeout-s "
-                    "waits longer; --resume auto goes on from the newest checkpoint",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                os._exit(1)  # the main thread waits in a collective that no exception reaches
+        nonlocal silent, unanswered
+        # Counted, not read off a clock: a rank that is stopped itself, as all of a suspended job, counts nothing.
+        while silent <= 20 and not told.wait(limit_s / 20):
+            silent, unanswered = silent + 1, unanswered + 1
+        if silent <= 20:
+            return
+        who = f"rank {other}" if unanswered < 10 else f"the launcher's host, {os.environ['MASTER_ADDR']},"
+        try:
+            print(
+                f"error: {who} has shown no sign of life for {limit_s:g} s; rank {other} was last at: "
+                f"{sign.partition(' ')[2]}; a larger --hang-timeout-s waits longer; --resume auto goes on from the "
+                "newest checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+        finally:  # whoever read stderr may be gone too
+            os._exit(1)  # the main thread waits in a collective that no exception reaches
 
     store.set(f"watchdog/{rank}", f"0 {_last_words}")
     dist.barrier()
