@@ -244,13 +244,15 @@ class HybridEngine:
             torch.cuda.synchronize()
         copied = time.perf_counter()
         self._abort_leftovers()
-        # Blocks computed with the old weights would serve new requests: a failed reset must not pass.
-        assert self.llm.reset_prefix_cache(), "vLLM refused to reset its prefix cache: requests are still running"
+        self._reset_prefix_cache()  # blocks computed with the old weights would serve new requests
         self.synced = True
         end = time.perf_counter()
         own = sum(to.nbytes for bucket in self._buckets for to, _ in bucket.own)
         received = sum(to.nbytes for bucket in self._buckets for each in bucket.received for to in each)
         return SyncReport(end - start, end - copied, own + received, received)
+
+    def _reset_prefix_cache(self) -> None:
+        assert self.llm.reset_prefix_cache(), "vLLM refused to reset its prefix cache: requests are still running"
 
     @torch.no_grad()
     def verify_sync(self, policy: nn.Module) -> float:
@@ -344,8 +346,7 @@ class HybridEngine:
         if left := {*self._scheduler.responses, *engine.output_processor.request_states}:
             engine.abort_request(list(left), internal=True)
             self._scheduler.responses.clear()
-            # vLLM caches a prompt's blocks when it is scheduled: what was to fill them may not have run.
-            assert self.llm.reset_prefix_cache(), "vLLM refused to reset its prefix cache: requests are still running"
+            self._reset_prefix_cache()  # blocks are cached when a prompt is scheduled: what fills them may not have run
 
     def _sampling_params(self, sampling: Sampling, seed: int):
         return self.vllm.SamplingParams(
