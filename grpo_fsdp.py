@@ -168,8 +168,8 @@ class Args:
     # [/shared]
     # [shared: correction flags]
     rollout_correction: Literal["none", "token-tis", "seq-mask"] = "none"
-    """Importance weights, trainer over vLLM, where their log-probs differ. token-tis: each token's own, cut at
-    --correction-cap; seq-mask: the product over the response, which is left out above the cap."""
+    """Importance weights, trainer over vLLM, where their log-probs differ. token-tis: each token's own, cut
+    at --correction-cap; seq-mask: the product over the response, which is left out above the cap."""
     correction_cap: float = 2.0
     """Largest importance weight."""
     # [/shared]

@@ -192,8 +192,8 @@ class Args:
     # [/shared]
     # [shared: correction flags]
     rollout_correction: Literal["none", "token-tis", "seq-mask"] = "none"
-    """Importance weights, trainer over vLLM, where their log-probs differ. token-tis: each token's own, cut at
-    --correction-cap; seq-mask: the product over the response, which is left out above the cap."""
+    """Importance weights, trainer over vLLM, where their log-probs differ. token-tis: each token's own, cut
+    at --correction-cap; seq-mask: the product over the response, which is left out above the cap."""
     correction_cap: float = 2.0
     """Largest importance weight."""
     # [/shared]
@@ -240,8 +240,8 @@ class Args:
     """With --kl-in loss, the KL in policy/kl_loss: with d = log(policy / reference), k1 is d, k2 d^2 / 2, k3
     exp(-d) - 1 + d. The gradient is the reverse KL's with each."""
     kl_controller: Literal["fixed", "adaptive", "horizon"] = "fixed"
-    """Keep --kl-coef, or multiply it after each step by 1 + k e, where e is KL / --kl-target - 1 within 0.2 of 0. k is
-    0.1 (adaptive) or the step's responses over --kl-horizon (horizon)."""
+    """Keep --kl-coef, or multiply it after each step by 1 + k e: e is KL / --kl-target - 1 within 0.2 of 0,
+    and k is 0.1 (adaptive) or the step's responses over --kl-horizon (horizon)."""
     kl_target: float = 6.0
     """Wanted KL to the reference, in nats per response (summed over its tokens)."""
     kl_horizon: int = 10000
