@@ -1,5 +1,6 @@
 """Runs that are killed or told to stop at any moment, and gone on with, end as the straight run does, bit for bit."""
 
+import contextlib
 import os
 import re
 import signal
@@ -38,7 +39,8 @@ def nothing_is_left(folder):
     yield
     for pid in os.listdir("/proc"):
         if str(environment(pid).get("TEST_RUN")).startswith(str(folder)):
-            os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def start(folder, script, name, *more, ranks=1) -> subprocess.Popen:
