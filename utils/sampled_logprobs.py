@@ -9,7 +9,7 @@ NOTHING = torch.empty(0)
 
 
 @triton.jit
-def _logprobs_kernel(logprobs, logits, stride, tokens, vocabulary, BLOCK: tl.constexpr):
+def _logprobs_kernel(logprobs, logits, stride, tokens, vocabulary: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     top, total = -3.4e38, 0.0  # finite: a first block of -inf alone shall add nothing
