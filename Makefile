@@ -22,11 +22,21 @@ demo-rlhf: $(VENV)/.ready
 	  --critic-model $(RLHF)/reward_model/hf --normalize-scores --kl-coef 0.05
 	$(BIN)/python -m utils.plot $(RLHF)/reward_model $(RLHF)/ppo --out $(RLHF)/curves.png
 
+ifeq ($(CUDA),)
 test: $(VENV)/.ready
 	$(TESTS) --dist loadfile -m "not slow"
 
 test-slow: $(VENV)/.ready
 	$(TESTS) --dist worksteal -m slow
+else
+# Its own tests, one after the other; all others are a CPU's, and run in a CPU environment beside this one.
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest tests/test_cuda_gpu.py tests/test_head.py tests/test_multi_gpu.py
+	$(MAKE) test CUDA= VENV=$(VENV)-cpu
+
+test-slow:
+	$(MAKE) test-slow CUDA= VENV=$(VENV)-cpu
+endif
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

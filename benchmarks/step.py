@@ -95,6 +95,8 @@ def trl(args: Args, model: Path, prompts: Path) -> dict:
 
 
 def main(args: Args) -> None:
+    if args.steps < 3:
+        raise SystemExit(f"--steps {args.steps}: the first two warm up, so take 3 or more")
     model, prompts = make_model(args.size), make_prompts(args)
     rows = [ours(args, model, prompts)] + ([trl(args, model, prompts)] if args.against == "trl" else [])
     shape = f"{args.prompts * args.group} x {args.prompt_len}+{args.response_len}"

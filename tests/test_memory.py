@@ -54,6 +54,8 @@ MEASURED = [  # GPUs, tokens that micro-batches held, GiB at the peak of an upda
     ("1.5b", AWAKE | {"kv_cache_gib": 4.5}, 2, 25 * 640, 53.9),
     ("7b", AWAKE | CHECKPOINTED | {"offload": "optimizer"}, 1, 25 * 640, 101.7),
     ("7b", {"sleep": "all"} | CHECKPOINTED, 2, 128 * 640, 129.0),
+    ("7b", {"sleep": "all"} | CHECKPOINTED, 2, 140 * 640, 132.7),
+    ("7b", {"sleep": "all"} | CHECKPOINTED, 2, 152 * 640, 136.5),
 ]
 
 
