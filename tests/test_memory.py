@@ -4,6 +4,7 @@ import pytest
 from transformers import Qwen2Config
 
 from utils.memory import GIB, estimate, kv_bytes_per_token, kv_cache_needed, settle, size_of
+from utils.preflight import flag
 
 SHAPES = {  # Qwen2.5: hidden, MLP, layers, heads, key-value heads, vocabulary, tied; parameters from its model card
     "0.5b": (896, 4864, 24, 14, 2, 151936, True, 0.49e9),
@@ -104,15 +105,27 @@ def test_a_cache_that_does_not_fit_beside_the_weights_is_smaller():
     assert 1 < small["kv_cache_gib"] < 20
 
 
-@pytest.mark.parametrize("free, flags, flag", [
-    (60, {"size": "7b"}, "--offload optimizer"),
-    (60, {"size": "1.5b"}, "--activation-checkpointing"),
-    (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 4096}, "--kv-cache-gib"),
-    (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 640, "sleep": "none"}, "--kv-cache-gib"),  # the update
+@pytest.mark.parametrize("free, flags, changes", [
+    (60, {"size": "1.5b"}, {"activation_checkpointing": True}),
+    (40, {"compile": False}, {"compile": True}),
+    (12, {}, {"activation_checkpointing": True, "max_tokens_per_gpu": 16384}),
+    (60, {"size": "7b"}, {"activation_checkpointing": True, "offload": "all"}),
+    (80, {"size": "7b", "world": 8, "learners": 2}, {
+        "activation_checkpointing": True, "max_tokens_per_gpu": 4096, "offload": "optimizer",
+    }),
+    (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 4096}, {"kv_cache_gib": 0}),
+    (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 640, "sleep": "none"}, {"sleep": "auto", "kv_cache_gib": 0}),
 ])  # fmt: skip
-def test_what_cannot_fit_is_refused_with_what_to_change(free, flags, flag):
-    with pytest.raises(ValueError, match=rf"memory: the (update|rollout) phase needs about \d+ GiB.*{flag}"):
+def test_what_cannot_fit_is_refused_with_flags_that_make_room(free, flags, changes):
+    words = " ".join(flag(name, changes) for name in changes)
+    with pytest.raises(ValueError, match=rf"memory: the (update|rollout) phase needs about \d+ GiB.*; {words} would"):
         settled(free, **flags)
+    settled(free, **(flags | changes))
+
+
+def test_what_no_flag_makes_fit_needs_more_gpus():
+    with pytest.raises(ValueError, match=r"with --activation-checkpointing .* --offload all it is 44: more GPUs"):
+        settled(8, "7b")
 
 
 def test_what_is_on_the_host_is_not_on_the_card():

@@ -155,6 +155,30 @@ def settle(
     on_cuda: bool,
 ) -> tuple[dict, str]:
     """`plan_memory` for a GPU with `free` bytes, or for a CPU, where nothing sleeps and nothing is refused."""
+
+    def plan(**more) -> tuple[dict, dict[str, dict[str, float]], float]:
+        settled, phases = _choose(flags | more, learners, frozen, world, num_val, free, on_cuda)
+        return settled, phases, max(sum(items.values()) for items in phases.values())
+
+    settled, phases, need = plan()
+    rows = []
+    for phase, items in phases.items():
+        shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in items.items() if size >= 0.05 * GIB)
+        rows.append(f"  {phase:8} {sum(items.values()) / GIB:6.1f} GiB: {shown}")
+    table = f"memory of a rank, estimated ({free / GIB:.1f} GiB are free for it):\n" + "\n".join(rows)
+    if on_cuda and need > (1 + MARGIN) * free:
+        phase, items = max(phases.items(), key=lambda each: sum(each[1].values()))
+        raise ValueError(
+            f"memory: the {phase} phase needs about {need / GIB:.0f} GiB on each GPU and {free / GIB:.0f} are free "
+            f"(most of it {max(items, key=items.get)}); {_remedy(flags, need, free, plan)}\n{table}"
+        )
+    return settled, table
+
+
+def _choose(
+    flags: dict, learners: list, frozen: list, world: int, num_val: int, free: float, on_cuda: bool
+) -> tuple[dict, dict[str, dict[str, float]]]:
+    """--kv-cache-gib and --sleep where the flags leave them open, and what each phase then holds."""
     settled, element = {}, 2 if flags["dtype"] == "bfloat16" else 4
     safe = free / (1 + MARGIN)  # what is chosen here must fit even where the estimate is too low
     has_engine = "sleep" in flags and not flags["replay"]
@@ -175,34 +199,30 @@ def settle(
         over = max(sum(items.values()) for items in phases().values() if "vLLM KV cache" in items) - safe
         needed = settled["kv_cache_gib"]
         settled["kv_cache_gib"] = max(needed - max(0.0, over) / GIB, min(needed, least))
-    rows = []
-    for phase, items in phases().items():
-        shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in items.items() if size >= 0.05 * GIB)
-        rows.append(f"  {phase:8} {sum(items.values()) / GIB:6.1f} GiB: {shown}")
-    table = f"memory of a rank, estimated ({free / GIB:.1f} GiB are free for it):\n" + "\n".join(rows)
-    phase, items = max(phases().items(), key=lambda each: sum(each[1].values()))
-    need = sum(items.values())
-    if on_cuda and need > (1 + MARGIN) * free:
-        works = _remedies(flags | settled, phase, items, need - free)
-        raise ValueError(
-            f"memory: the {phase} phase needs about {need / GIB:.0f} GiB on each GPU and {free / GIB:.0f} are free "
-            f"(most of it {max(items, key=items.get)}); {works}\n{table}"
-        )
-    return settled, table
+    return settled, phases()
 
 
-def _remedies(flags: dict, phase: str, items: dict[str, float], missing: float) -> str:
-    """Flags that would make room, the cheapest first."""
-    tries = []
-    if phase != "update" or items.get("vLLM KV cache", 0) > missing / 2:
-        tries += ["a smaller --kv-cache-gib or --max-num-seqs"]
-    if phase == "update" and items["activations"] + items["logits or block"] > missing / 2:
-        if not flags["activation_checkpointing"]:
-            tries += ["--activation-checkpointing"]
-        tries += [f"{flag('max_tokens_per_gpu', flags)} halved"]
-    if flags["offload"] != "all":
-        tries += ["--offload optimizer" if flags["offload"] == "none" else "--offload all"]
-    return ", ".join(tries or ["more GPUs"]) + " would make room"
+def _remedy(flags: dict, need: float, free: float, plan) -> str:
+    """The flags which together make room by the estimate, the cheapest first; `plan(**flags)` is settle's."""
+    tokens, longest = flags["max_tokens_per_gpu"], flags["max_prompt_len"] + flags["max_response_len"]
+    halves = [tokens >> k for k in range(1, 20) if tokens >> k >= longest]
+    tries = [("sleep", "auto"), ("kv_cache_gib", 0), ("max_num_seqs", max(1, flags.get("max_num_seqs", 1) // 4))]
+    tries += [("compile", True), ("activation_checkpointing", True), *(("max_tokens_per_gpu", n) for n in halves)]
+    tries += [("offload", "optimizer"), ("offload", "all")]
+    chosen = {}
+    for name, value in tries:
+        if need <= free or name not in flags:
+            continue
+        less = plan(**(chosen | {name: value}))[2]
+        if less < need - 0.01 * free:  # what saves next to nothing is not worth its price
+            chosen[name], need = value, less
+    if "offload" in chosen and "max_tokens_per_gpu" in chosen:  # beside it larger micro-batches may do
+        enough = (n for n in (tokens, *halves) if plan(**(chosen | {"max_tokens_per_gpu": n}))[2] <= max(need, free))
+        chosen["max_tokens_per_gpu"] = next(enough)
+    words = " ".join(flag(name, chosen) for name in chosen if chosen[name] != flags[name])
+    if need <= free:
+        return f"{words} would make room"
+    return f"with {words or 'other flags'} it is {need / GIB:.0f}: more GPUs are needed"
 
 
 def ledger(parts: dict, engine, grown: dict[str, float]) -> dict[str, float]:
