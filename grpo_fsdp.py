@@ -111,7 +111,7 @@ class Args:
     # ---- data ----
     # [shared: data flags]
     train_files: str = ""
-    """Parquet of training rows: a path, a glob, or several with commas."""
+    """Parquet of training rows: a path, a glob, or several with commas; needed unless --model tiny."""
     val_files: str = ""
     """Held-out rows; empty: no evaluation."""
     max_prompt_len: int = 512
@@ -136,7 +136,8 @@ class Args:
     max_num_seqs: int = 512
     """Responses that one vLLM replica generates at the same time."""
     reward: str = ""
-    """gsm8k, tiny, path/to/file.py:function, model:path/to/reward_model; or several: gsm8k:1.0,format.py:f:0.2."""
+    """gsm8k, tiny, path/to/file.py:function, model:path/to/reward_model; or several: gsm8k:1.0,format.py:f:0.2.
+    Needed unless --model tiny."""
     eval_reward: str = ""
     """What held-out responses are scored by; empty: --reward."""
     reward_timeout_s: float = 10.0

@@ -125,7 +125,7 @@ class Args:
     # ---- data ----
     # [shared: data flags]
     train_files: str = ""
-    """Parquet of training rows: a path, a glob, or several with commas."""
+    """Parquet of training rows: a path, a glob, or several with commas; needed unless --model tiny."""
     val_files: str = ""
     """Held-out rows; empty: no evaluation."""
     max_prompt_len: int = 512
@@ -150,7 +150,8 @@ class Args:
     max_num_seqs: int = 512
     """Responses that one vLLM replica generates at the same time."""
     reward: str = ""
-    """gsm8k, tiny, path/to/file.py:function, model:path/to/reward_model; or several: gsm8k:1.0,format.py:f:0.2."""
+    """gsm8k, tiny, path/to/file.py:function, model:path/to/reward_model; or several: gsm8k:1.0,format.py:f:0.2.
+    Needed unless --model tiny."""
     eval_reward: str = ""
     """What held-out responses are scored by; empty: --reward."""
     reward_timeout_s: float = 10.0
@@ -240,7 +241,7 @@ class Args:
     """With --kl-in loss, the KL in policy/kl_loss: with d = log(policy / reference), k1 is d, k2 d^2 / 2, k3
     exp(-d) - 1 + d. The gradient is the reverse KL's with each."""
     kl_controller: Literal["fixed", "adaptive", "horizon"] = "fixed"
-    """Keep --kl-coef, or multiply it after each step by 1 + k e: e is KL / --kl-target - 1 within 0.2 of 0,
+    """Keep --kl-coef, or multiply it after each step by 1 + k e: e is KL / --kl-target - 1, cut to +-0.2,
     and k is 0.1 (adaptive) or the step's responses over --kl-horizon (horizon)."""
     kl_target: float = 6.0
     """Wanted KL to the reference, in nats per response (summed over its tokens)."""

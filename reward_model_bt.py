@@ -104,7 +104,7 @@ class Args:
     # ---- data ----
     # [shared: data flags]
     train_files: str = ""
-    """Parquet of training rows: a path, a glob, or several with commas."""
+    """Parquet of training rows: a path, a glob, or several with commas; needed unless --model tiny."""
     val_files: str = ""
     """Held-out rows; empty: no evaluation."""
     max_prompt_len: int = 512
