@@ -67,7 +67,7 @@ from utils.optim import begin_micro_batch, make_adamw, optimizer_step
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_guards, check_lengths, check_minibatch
-from utils.replay import Replay, check_replay, open_record, record_rollouts
+from utils.replay import Replay, check_replay, check_replayed, cut_record, open_record, record_rollouts
 from utils.scoring import Scorer, check_reward_models, check_scoring
 from utils.watchdog import watch
 
@@ -391,7 +391,9 @@ def main(args: Args) -> None:
         run_dir = Path(args.run_dir or broadcast(f"runs/{Path(__file__).stem}_{time.strftime('%Y%m%d_%H%M%S')}"))
         settled, memory = plan_memory(asdict(args), trained, frozen, world, len(val))
         args = replace(args, **settled)
+    # [/shared]
 
+    # [shared: sizes]
     P, G = args.prompts_per_step // world, args.group_size
     B, num_responses = P * G, args.prompts_per_step * G
     minibatch_size = args.minibatch_size or num_responses
@@ -409,12 +411,15 @@ def main(args: Args) -> None:
         torch.distributed.destroy_process_group()
         return
     with one_line_errors():
+        with fail_together():
+            open_record(args.record, run_dir, args.resume)
         record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
         checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
         if done > num_steps:
             raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done} or more")
         with fail_together():
-            open_record(args.record, done)
+            check_replayed(args.replay, range(done + 1, num_steps + 1), args.temperature)
+            cut_record(args.record, done)
 
     # vLLM first: it measures free memory, and reseeds the global generators. Its weights are dummies until the sync.
     engine = (
@@ -516,7 +521,7 @@ def main(args: Args) -> None:
         if num_judged == 0:
             stop(f"--reward {args.reward}: not one response of step {step} could be judged")
         if args.record:
-            record_rollouts(args.record, step, rollouts, scores_B, judged_B, args.temperature)
+            record_rollouts(args.record, run_dir, step, rollouts, scores_B, judged_B, args.temperature)
         kept_B = torch.ones_like(judged_B)  # by the correction
         if args.rollout_correction != "none":
             correction = args.rollout_correction, args.correction_cap
@@ -679,8 +684,9 @@ def main(args: Args) -> None:
     if args.export_hf != "off" and (last or not stopping) and not export_hf(run_dir / "hf", policy, tokenizer):
         stop("the run is done and its export is not written; make room; --resume auto writes it, if --save-every saved")
     if rank == 0:
-        curves = plot_runs([run_dir], run_dir / "curves.png")
-        evals = [row["eval/score"] for row in read_jsonl(run_dir / "metrics.jsonl") if "eval/score" in row]
+        logged = read_jsonl(run_dir / "metrics.jsonl")  # nothing, where a run that was done was exported elsewhere
+        curves = plot_runs([run_dir], run_dir / "curves.png") if logged else "none"
+        evals = [row["eval/score"] for row in logged if "eval/score" in row]
         word = "accuracy" if (args.eval_reward or args.reward) in ("tiny", "gsm8k") else "mean score"
         change = f"{word} {evals[0]:.2f} -> {evals[-1]:.2f} on {len(val)} held-out prompts, " if evals else ""
         print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")

@@ -341,7 +341,10 @@ class HybridEngine:
         return rollouts
 
     def _abort_leftovers(self) -> None:
-        """End the requests of a `generate` that raised, on all ranks: by its on_finish, a prompt, an interrupt."""
+        """End the requests of a `generate` that raised (its on_finish, a prompt, an interrupt).
+
+        On every rank of a tensor-parallel group: where only one raises, the others wait for it inside vLLM.
+        """
         engine = self.llm.llm_engine
         if left := {*self._scheduler.responses, *engine.output_processor.request_states}:
             engine.abort_request(list(left), internal=True)

@@ -79,7 +79,7 @@ from utils.optim import begin_micro_batch, make_adamw, optimizer_step
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_guards, check_lengths, check_minibatch
-from utils.replay import Replay, check_replay, open_record, record_rollouts
+from utils.replay import Replay, check_replay, check_replayed, cut_record, open_record, record_rollouts
 from utils.scoring import Scorer, check_reward_models, check_scoring
 from utils.watchdog import watch
 
@@ -467,9 +467,6 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> tuple[list, li
         raise ValueError(
             f"--kl-horizon {args.kl_horizon}: must be at least the step's {responses} responses; 10000 works"
         )
-    if 0 < args.num_steps <= args.critic_warmup_steps:
-        rule = f"must leave the policy some of the {args.num_steps} steps; {args.num_steps - 1} works"
-        raise ValueError(f"--critic-warmup-steps {args.critic_warmup_steps}: {rule}")
     # [shared: checks]
     check_replay(args.replay)
     longest = args.max_prompt_len + args.max_response_len
@@ -524,7 +521,13 @@ def main(args: Args) -> None:
         run_dir = Path(args.run_dir or broadcast(f"runs/{Path(__file__).stem}_{time.strftime('%Y%m%d_%H%M%S')}"))
         settled, memory = plan_memory(asdict(args), trained, frozen, world, len(val))
         args = replace(args, **settled)
+    # [/shared]
+    with one_line_errors():
+        if num_steps <= args.critic_warmup_steps:
+            rule = f"must leave the policy some of the {num_steps} steps; {num_steps - 1} works"
+            raise ValueError(f"--critic-warmup-steps {args.critic_warmup_steps}: {rule}")
 
+    # [shared: sizes]
     P, G = args.prompts_per_step // world, args.group_size
     B, num_responses = P * G, args.prompts_per_step * G
     minibatch_size = args.minibatch_size or num_responses
@@ -542,12 +545,15 @@ def main(args: Args) -> None:
         torch.distributed.destroy_process_group()
         return
     with one_line_errors():
+        with fail_together():
+            open_record(args.record, run_dir, args.resume)
         record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
         checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
         if done > num_steps:
             raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done} or more")
         with fail_together():
-            open_record(args.record, done)
+            check_replayed(args.replay, range(done + 1, num_steps + 1), args.temperature)
+            cut_record(args.record, done)
 
     # vLLM first: it measures free memory, and reseeds the global generators. Its weights are dummies until the sync.
     engine = (
@@ -647,7 +653,7 @@ def main(args: Args) -> None:
         use_old = reference is not None or not one_update or args.rollout_correction != "none" or critic_only
         old_logprobs_BR = logprobs_of(policy, *forward) if use_old else None
         ref_logprobs_BR = logprobs_of(reference, *forward) if reference else None
-        values_BR, bootstrap_B = values_of(critic, rollouts, R, args.max_tokens_per_gpu, device)
+        values_BR, next_values_B = values_of(critic, rollouts, R, args.max_tokens_per_gpu, device)
         metrics.lap("nograd", device)
 
         # ---- 5 advantages ----
@@ -658,7 +664,7 @@ def main(args: Args) -> None:
         if num_judged == 0:
             stop(f"--reward {args.reward}: not one response of step {step} could be judged")
         if args.record:
-            record_rollouts(args.record, step, rollouts, scores_B, judged_B, args.temperature)
+            record_rollouts(args.record, run_dir, step, rollouts, scores_B, judged_B, args.temperature)
         kept_B = torch.ones_like(judged_B)  # by the correction
         if args.rollout_correction != "none":
             correction = args.rollout_correction, args.correction_cap
@@ -668,33 +674,33 @@ def main(args: Args) -> None:
             metrics.add("rollout/corrected_frac", cut_BR.sum(), mask_BR.sum())
             metrics.add("rollout/correction_weight", torch.where(applied_BR, weights_BR, 0).sum(), applied_BR.sum())
         # [/shared]
-        kept_B = kept_B & judged_B
-        trained, num_kept = kept_B.tolist(), sum_over_ranks(kept_B.sum())
+        trained_B = kept_B & judged_B
+        trained, num_trained = trained_B.tolist(), sum_over_ranks(trained_B.sum())
         first_logprobs_BR = old_logprobs_BR if use_old else torch.zeros_like(rollout_logprobs_BR)
         audited_BR = mask_BR if use_old else mask_BR & judged_B[:, None]
         # DETAIL: a response without a score is left out of advantages, losses and means, because any number in its
         # place would be a reward for making the judge fail.
-        mask_BR = mask_BR & kept_B[:, None]
+        trained_BR = mask_BR & trained_B[:, None]
         paid_B = scores_B.clamp(-args.score_clip, args.score_clip) if args.score_clip else scores_B
         paid_B = paid_B - args.missing_eos_penalty * truncated_B
         kl_BR = old_logprobs_BR - ref_logprobs_BR if reference else torch.zeros_like(values_BR)  # k1
         kl_coef = state["kl_coef"]
         if reference:
             for name, estimate_BR in (("k1", kl_BR), ("k2", kl_BR.square() / 2), ("k3", (-kl_BR).exp() - 1 + kl_BR)):
-                metrics.add(f"policy/ref_kl_{name}", (estimate_BR * mask_BR).sum(), mask_BR.sum())
+                metrics.add(f"policy/ref_kl_{name}", (estimate_BR * trained_BR).sum(), trained_BR.sum())
         rewards_BR = token_rewards(paid_B, lengths_B, kl_BR, kl_coef if args.kl_in == "reward" else 0.0)
         # DETAIL: terminal states are worth 0, truncated ones too unless asked for, because a response cut off is over.
-        bootstrap_B = bootstrap_B * (truncated_B & args.bootstrap_truncated)
+        bootstrap_B = next_values_B * (truncated_B & args.bootstrap_truncated)
         raw_advantages_BR, returns_BR = gae(rewards_BR, values_BR, bootstrap_B, lengths_B, args.gamma, args.gae_lambda)
         whitened = args.whiten_advantages
-        advantages_BR = whiten(raw_advantages_BR, mask_BR, sum_over_ranks) if whitened else raw_advantages_BR
+        advantages_BR = whiten(raw_advantages_BR, trained_BR, sum_over_ranks) if whitened else raw_advantages_BR
         # DETAIL: explained variance is of the rewards to come (lambda 1), because returns of a lower lambda are partly
         # the critic's own.
         _, outcomes_BR = gae(rewards_BR, values_BR, bootstrap_B, lengths_B, args.gamma, 1.0)
-        metrics.add("value/explained_var", explained_variance(values_BR, outcomes_BR, mask_BR, sum_over_ranks))
+        metrics.add("value/explained_var", explained_variance(values_BR, outcomes_BR, trained_BR, sum_over_ranks))
         batch = {"score": scores_B, "advantage": advantages_BR, "return": returns_BR, "old_logprobs": first_logprobs_BR}
-        metrics.add("value/mean", (values_BR * mask_BR).sum(), mask_BR.sum())
-        metrics.add("reward/return", (rewards_BR * mask_BR).sum(), kept_B.sum())
+        metrics.add("value/mean", (values_BR * trained_BR).sum(), trained_BR.sum())
+        metrics.add("reward/return", (rewards_BR * trained_BR).sum(), trained_B.sum())
         metrics.lap("advantages", device)
 
         # ---- 6 update ----
@@ -719,7 +725,7 @@ def main(args: Args) -> None:
                 seen = []  # of this optimizer step
                 for k, part in enumerate(plan):
                     packed, rows_b = pack([rollouts[i] for i in part], device), to_device(part, device)
-                    mask_bR, tokens = mask_BR[rows_b], len(packed.target_N)
+                    mask_bR, tokens = trained_BR[rows_b], len(packed.target_N)
                     # DETAIL: both losses are divided by the token count of the whole optimizer step over all ranks,
                     # known before the first forward; times the world size, because FSDP averages gradients.
                     share = world / num_tokens
@@ -815,11 +821,11 @@ def main(args: Args) -> None:
         spread = sum_over_ranks(((scores_B - score_mean).square() * judged_B).sum())
         metrics.add("reward/score_std", (spread / num_judged).sqrt())
         if reference:
-            kl = float(sum_over_ranks((kl_BR * mask_BR).sum()) / num_kept.clamp_min(1))
+            kl = float(sum_over_ranks((kl_BR * trained_BR).sum()) / num_trained.clamp_min(1))
             metrics.add("policy/kl_coef", kl_coef)
             metrics.add("policy/ref_kl_response", kl)
             # DETAIL: after a roll-back the checkpoint's coefficient stays, because this KL is of the weights given up.
-            if num_kept > 0 and not critic_only and not (over and args.on_max_kl == "roll-back"):
+            if num_trained > 0 and not critic_only and not (over and args.on_max_kl == "roll-back"):
                 controller = num_responses, args.kl_horizon, args.kl_controller
                 state["kl_coef"] = next_kl_coef(kl_coef, kl, args.kl_target, *controller)
         # [shared: log and evaluate]
@@ -864,8 +870,9 @@ def main(args: Args) -> None:
     if args.export_hf != "off" and (last or not stopping) and not export_hf(run_dir / "hf", policy, tokenizer):
         stop("the run is done and its export is not written; make room; --resume auto writes it, if --save-every saved")
     if rank == 0:
-        curves = plot_runs([run_dir], run_dir / "curves.png")
-        evals = [row["eval/score"] for row in read_jsonl(run_dir / "metrics.jsonl") if "eval/score" in row]
+        logged = read_jsonl(run_dir / "metrics.jsonl")  # nothing, where a run that was done was exported elsewhere
+        curves = plot_runs([run_dir], run_dir / "curves.png") if logged else "none"
+        evals = [row["eval/score"] for row in logged if "eval/score" in row]
         word = "accuracy" if (args.eval_reward or args.reward) in ("tiny", "gsm8k") else "mean score"
         change = f"{word} {evals[0]:.2f} -> {evals[-1]:.2f} on {len(val)} held-out prompts, " if evals else ""
         print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")

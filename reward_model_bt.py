@@ -282,8 +282,8 @@ def main(args: Args) -> None:
     with one_line_errors():
         record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
         checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
-        if done >= num_steps:
-            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done + 1} or more")
+        if done > num_steps:
+            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done} or more")
 
     with one_line_errors():
         model = load_scalar(
@@ -326,13 +326,13 @@ def main(args: Args) -> None:
         model.lm.config.score_mean, model.lm.config.score_std = figures["eval/score_mean"], figures["eval/score_std"]
         return figures
 
-    if val and args.eval_every and done == 0:
+    if val and args.eval_every and done in (0, num_steps):  # at the end for the scores' scale, which is exported
         figures = evaluate()
-        if rank == 0:
+        if rank == 0 and done == 0:
             append_jsonl(run_dir / "metrics.jsonl", {"step": 0, **figures})
         progress.update(figures, steps=0)
 
-    metrics = Metrics()
+    metrics, stopping, last = Metrics(), False, True  # a run that is done already only exports once more
     finish_on_sigterm()
     for step in range(done + 1, num_steps + 1):
         metrics.start(step, device)
@@ -403,10 +403,11 @@ def main(args: Args) -> None:
         what = "--resume auto goes on from there" if args.save_every and saved else "nothing was saved of it"
         print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; {what}")
     if args.export_hf != "off" and (last or not stopping) and not export_hf(run_dir / "hf", model, tokenizer):
-        stop("the run is done and its export is not written; make room, and --resume a checkpoint before the last")
+        stop("the run is done and its export is not written; make room; --resume auto writes it, if --save-every saved")
     if rank == 0:
-        curves = plot_runs([run_dir], run_dir / "curves.png")
-        evals = [row for row in read_jsonl(run_dir / "metrics.jsonl") if "eval/accuracy" in row]
+        logged = read_jsonl(run_dir / "metrics.jsonl")  # nothing, where a run that was done was exported elsewhere
+        curves = plot_runs([run_dir], run_dir / "curves.png") if logged else "none"
+        evals = [row for row in logged if "eval/accuracy" in row]
         change = ""
         if evals:
             first, final = evals[0]["eval/accuracy"], evals[-1]["eval/accuracy"]

@@ -34,6 +34,7 @@ AHEAD = ["--resume", "{tmp}/ahead/checkpoints/step_1", "--run-dir", "{tmp}/new"]
 GUARD = ["--max-kl", "0.1", "--update-epochs", "2"]
 
 # flags over a run that works -> what the one line must say
+WITH_VAL = ["--val-files", "{tmp}/data/val.parquet"]
 GRPO = {
     "no such file": (["--train-files", "{tmp}/none.parquet"], r"--train-files .*none\.parquet: no such file"),
     "glob of nothing": (["--train-files", "{tmp}/none_*.parquet"], r"--train-files .*no file matches"),
@@ -48,6 +49,15 @@ GRPO = {
     "tensor parallel": (["--tensor-parallel-size", "2"], r"--tensor-parallel-size 2: must divide the 1 rank.* 1 works"),
     "token budget": (["--max-tokens-per-gpu", "20"], r"--max-tokens-per-gpu 20: .*; 28 works"),
     "positions": (["--max-response-len", "2040"], r"--max-response-len 2040: .* 2048 positions; 2032 works"),
+    "no position left": (
+        ["--max-prompt-len", "2048"], r"--max-response-len 12: .* 2048 positions; --max-prompt-len 1024 leaves room"
+    ),
+    "exports of saves": (
+        ["--export-hf", "every", "--save-every", "0"], r"--export-hf every: has no effect with --save-every 0"
+    ),
+    "idle examiner": (
+        [*WITH_VAL, "--eval-every", "0", "--eval-reward", "tiny"], r"--eval-reward tiny: .* with --eval-every 0"
+    ),
     "no workers": (["--reward-workers", "0"], r"--reward-workers 0: must be above 0"),
     "nothing to evaluate": (["--eval-every", "5"], r"--eval-every 5: has no effect with no --val-files"),
     "steps and epochs": (["--num-steps", "2", "--num-epochs", "3"], r"--num-epochs 3: has no effect with --num-steps"),
@@ -99,9 +109,14 @@ GRPO = {
     "policy is a reward model": (["--model", "{tmp}/rm"], r"--model .*rm: must be a causal LM, and is .*of 1 label"),
 }  # fmt: skip
 
-WITH_VAL = ["--val-files", "{tmp}/data/val.parquet"]
 TINY_AND_OTHER = ["--reward", "tiny,model:{tmp}/wide_rm:0.5"]
 PPO = {
+    "warm-up of all steps": (
+        ["--num-steps", "3", "--critic-warmup-steps", "3"], r"--critic-warmup-steps 3: .* 3 steps; 2 works"
+    ),
+    "warm-up of all epochs": (
+        ["--prompts-per-step", "4000", "--critic-warmup-steps", "2"], r"--critic-warmup-steps 2: .* 2 steps; 1 works"
+    ),
     "two scores": (["--reward", "model:{tmp}/two"], r"--reward model:/.*two: must have a scalar head, .*of 2 label"),
     "causal LM as reward": (["--reward", "model:{tmp}/model"], r"--reward model:.*: must have a scalar head, .*LM;"),
     "no reward model": (["--reward", "model:{tmp}/none"], r"--reward model:/.*none: not a Hugging Face model folder"),

@@ -10,11 +10,13 @@ import torch
 from conftest import ROOT, make_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from hybrid_engine import Rollout
 from utils import tiny
 from utils.checkpoint import open_run, save_checkpoint
 from utils.export import export_hf
 from utils.metrics import append_jsonl, read_jsonl
 from utils.models import load_policy, load_tokenizer
+from utils.replay import cut_record, open_record, record_rollouts
 
 ARGS = {"lr": 0.1, "seed": 1, "train_files": "a.parquet", "num_steps": 4, "max_tokens_per_gpu": 10}
 ARGS |= {"max_kl": 0.2, "min_entropy": 0.1}
@@ -80,6 +82,47 @@ def test_another_runs_checkpoint_does_not_cut_this_runs_log(run_dir, tmp_path_fa
     with pytest.raises(ValueError, match="holds another run than the one resumed"):
         reopen(other, str(run_dir / "checkpoints/step_4"))
     assert len(read_jsonl(other / "metrics.jsonl")) == 1
+
+
+def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_it_until_it_has_its_own(run_dir, tmp_path_factory):
+    fork, start = tmp_path_factory.mktemp("fork"), run_dir / "checkpoints/step_4"
+    assert reopen(fork, str(start), {**ARGS, "resume": str(start)}) == (start, 4)
+    for _ in range(2):  # killed before its first save, twice
+        append_jsonl(fork / "metrics.jsonl", {"step": 5})
+        assert reopen(fork, "auto", {**ARGS, "resume": "auto"}) == (start, 4)
+        assert read_jsonl(fork / "metrics.jsonl") == []
+    own = fork / "checkpoints/step_6"
+    own.mkdir(parents=True)
+    (own / "state.json").write_text((start / "state.json").read_text().replace('"step": 4', '"step": 6'))
+    assert reopen(fork, "auto", {**ARGS, "resume": "auto"}) == (own, 6)
+
+
+def test_a_fork_whose_start_is_gone_does_not_start_from_the_base_model(run_dir, tmp_path_factory):
+    fork, start = tmp_path_factory.mktemp("fork"), run_dir / "checkpoints/step_4"
+    reopen(fork, str(start), {**ARGS, "resume": str(start)})
+    start.rename(run_dir / "elsewhere")
+    with pytest.raises(ValueError, match=r"--resume auto: .* began from .*step_4, which is gone; .* a new folder"):
+        reopen(fork, "auto", {**ARGS, "resume": "auto"})
+
+
+def test_what_a_run_recorded_goes_with_its_log_and_anothers_stays(process_group, tmp_path):
+    folder, mine, other = tmp_path / "rollouts", tmp_path / "a", tmp_path / "b"
+
+    def held():
+        return sorted(path.name for path in folder.iterdir())
+
+    rollout, one = Rollout(7, 0, [1], [2, 3], [-0.5, -0.25], "stop"), torch.ones(1)
+    open_record(str(folder), mine, "")
+    for step in (1, 2, 3):
+        record_rollouts(str(folder), mine, step, [rollout], one, one.bool(), 1.0)
+    for run_dir, resume in ((mine, ""), (other, ""), (other, "auto"), (other, f"{mine}/checkpoints/step_1")):
+        with pytest.raises(ValueError, match=r"--record .*: holds an earlier run's rollouts .*; give a new folder"):
+            open_record(str(folder), run_dir, resume)
+    assert len(held()) == 3
+    for done in (2, 0):  # 0: killed before its first save
+        open_record(str(folder), mine, "auto")
+        cut_record(str(folder), done)
+        assert held() == ["step_1.parquet", "step_2.parquet"][:done]
 
 
 @pytest.fixture

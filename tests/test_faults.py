@@ -44,7 +44,7 @@ ONE_PASS = """\
 """
 LAST = "last_BR = torch.arange(kl_BR.shape[1], device=kl_BR.device) == lengths_B[:, None]"
 NEXT = "torch.where(t_R == lengths_B[:, None] - 1, bootstrap_B[:, None], shifted_BR)"
-BOOTSTRAP = "        bootstrap_B = bootstrap_B * (truncated_B & args.bootstrap_truncated)\n"
+BOOTSTRAP = "        bootstrap_B = next_values_B * (truncated_B & args.bootstrap_truncated)\n"
 LOGITS = "    logits_nV = over_temperature(logits_nV, temperature)\n"
 LOGPROBS = "    return logits_nV.gather(-1, target_n[:, None])[:, 0] - lse_n, entropy_n, lse_n\n"
 RAW_LOGPROBS = "    return (logits_nV.gather(-1, target_n[:, None])[:, 0] - lse_n) / temperature, entropy_n, lse_n\n"
@@ -128,10 +128,10 @@ FAULTS: dict[int, list[tuple]] = {
     9: [
         ("test_ppo_algorithm.py", (PPO, f"{LAST} - 1", LAST)),
         ("test_ppo_algorithm.py", (PPO, NEXT, "shifted_BR")),
-        ("test_ppo_runs.py", (PPO, BOOTSTRAP, "")),
+        ("test_ppo_runs.py", (PPO, BOOTSTRAP, "        bootstrap_B = next_values_B\n")),
     ],
-    10: [(EQUAL, (PPO, "whiten(raw_advantages_BR, mask_BR, sum_over_ranks)",
-                  "whiten(raw_advantages_BR, mask_BR, lambda x: x)"))],
+    10: [(EQUAL, (PPO, "whiten(raw_advantages_BR, trained_BR, sum_over_ranks)",
+                  "whiten(raw_advantages_BR, trained_BR, lambda x: x)"))],
     11: [(EQUAL, (GRPO, GRPO_SHARE, ".sum() / tokens * world).backward()"))],
     12: [(EQUAL, (OPTIM, "nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor()",
                   "_clip_shards(model, max_grad_norm)"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -217,6 +218,20 @@ def test_fault_44_reward_model_resumed_is_straight_to_the_bit(folder):
     assert [row["step"] for row in rows(folder / "rm_resumed")] == list(range(7, 13))
     straight, resumed = weights(folder / "rm"), weights(folder / "rm_resumed")
     assert straight.keys() == resumed.keys() and all(np.array_equal(resumed[k], v) for k, v in straight.items())
+
+
+def test_a_reward_model_that_is_done_is_exported_once_more(folder):
+    """As after a kill between the last save and the export; into the run's folder, and into another."""
+    again = folder / "rm_done"
+    shutil.copytree(folder / "rm", again)
+    shutil.rmtree(again / "hf")
+    start(*reward_model(folder, "rm_done", "--resume", "auto"))
+    start(*reward_model(folder, "rm_elsewhere", "--resume", folder / "rm/checkpoints/step_12"))
+    assert rows(again) == rows(folder / "rm")
+    for name in ("rm_done", "rm_elsewhere"):
+        exported, config = weights(folder / name), json.loads((folder / name / "hf/config.json").read_text())
+        assert all(np.array_equal(exported[k], v) for k, v in weights(folder / "rm").items())
+        assert config["score_std"] == rows(folder / "rm")[-1]["eval/score_std"]
 
 
 @needs_shared

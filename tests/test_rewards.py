@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from utils.reward_pool import RewardPool, Score, check_reward, rules_of
+from utils.reward_pool import TIMEOUTS_IN_A_ROW, RewardPool, Score, check_reward, rules_of
 from utils.rewards import gsm8k, gsm8k_number, load_reward, parse_rewards, tiny
 
 ROOT = Path(__file__).parents[1]
@@ -419,6 +419,16 @@ def test_check_reward(user, tmp_path):
         assert str(caught.value).startswith(f"--reward {spec}:") and "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=f"no answer within 1 s.*{rule} 1 s"):
         check_reward(f"{user}:hang", ROW, 1.0)
+
+
+def test_a_judge_that_stalled_is_asked_again_for_the_next_batch(tmp_path):
+    source = "import time\ndef f(response, row): return time.sleep(60 * (response == 'slow')) or 1"
+    (tmp_path / "stalls.py").write_text(source)
+    with RewardPool(f"{tmp_path}/stalls.py:f", 1, 0.1) as pool:
+        for response in ["slow"] * TIMEOUTS_IN_A_ROW + ["quick"]:
+            assert pool.submit(response, ROW).result(60).error == "timeout"  # the quick one too: it was not asked
+        pool.ask_again()
+        assert pool.submit("quick", ROW).result(60).value == 1
 
 
 def test_a_reward_that_always_hangs_is_not_waited_for_on_every_response(tmp_path):

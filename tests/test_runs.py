@@ -245,6 +245,14 @@ def test_fault_44_resumed_is_straight_to_the_bit(folder):
     assert all(np.array_equal(resumed[name], straight[name]) for name in straight)
 
 
+def test_a_run_that_is_done_is_exported_into_another_folder(folder):
+    done = folder / "straight/checkpoints/step_3"
+    result = run([sys.executable, *command(folder, "elsewhere"), "--resume", done])
+    assert result.returncode == 0 and "curves: none" in result.stdout, result.stderr[-4000:]
+    straight = weights(folder / "straight")
+    assert all(np.array_equal(tensor, straight[name]) for name, tensor in weights(folder / "elsewhere").items())
+
+
 def test_fault_44_resume_auto_cuts_the_log_back_and_goes_on(folder):
     """A run killed after step 2 was logged but before it was saved."""
     stopped = folder / "stopped"

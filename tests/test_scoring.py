@@ -281,6 +281,27 @@ def test_fault_35_an_evaluation_counts_every_row_and_no_score_as_0(evaluated):
     assert figures["eval/response_len"] == sum(len(r.response_ids) for r in answers) / 5
 
 
+def test_an_evaluation_in_which_the_judge_fails_has_no_score_and_ends_no_run_that_trained(world, capsys):
+    answers = [world.rollout(uid, "cut") for uid in range(5)]
+    scorer, metrics = world.scorer(f"{world.tmp}/rewards.py:length", rollouts=answers), Metrics()
+    scorer.evaluate(world.data, 7, None, metrics, world.tmp / "failed.jsonl")
+    figures = metrics.reduce()
+    assert figures["eval/error_frac"] == 1 and "eval/score" not in figures
+    assert "failed on all responses of the evaluation at step 7" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="failed on all responses of the evaluation at step 0"):
+        scorer.evaluate(world.data, 0, None, metrics, world.tmp / "failed.jsonl")
+    scorer.close()
+
+
+def test_a_judge_that_stalled_for_one_batch_judges_the_next(world):
+    scorer = world.scorer(f"{world.tmp}/rewards.py:length", rollouts=world.rollouts)
+    scorer.pool._timeouts = 10**6  # in a row: no call is made
+    with pytest.raises(SystemExit, match=r"failed on all responses of step 1: .* calls in a row timed out"):
+        scorer.rule_scores(scorer.rollout(world.data, [0], 2, 1, None), "step 1")
+    assert scorer.rule_scores(scorer.rollout(world.data, [0], 2, 2, None), "step 2").isfinite().all()
+    scorer.close()
+
+
 def test_its_samples_are_the_responses_with_their_scores(evaluated, world):
     answers, _, samples, expected = evaluated
     assert [row["score"] for row in samples] == pytest.approx(expected, abs=1e-5)

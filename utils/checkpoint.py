@@ -97,11 +97,24 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _began_from(run: Path) -> Path | None:
+    """Another run's checkpoint that this one went on from, before it has one of its own."""
+    try:
+        named = json.loads((run / "args.json").read_text())["resume"]
+    except (OSError, ValueError, KeyError):  # a new run, or one cut off while it wrote the file
+        return None
+    if named in ("", "auto"):
+        return None
+    if not (Path(named) / "state.json").exists():
+        raise ValueError(f"--resume auto: {run} began from {named}, which is gone; start a new run in a new folder")
+    return Path(named)
+
+
 def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tuple[Path | None, int]:
     checkpoint, step = None, 0
     saved = saved_in(run)
     if resume == "auto":
-        checkpoint = saved[-1] if saved else None
+        checkpoint = saved[-1] if saved else _began_from(run)
     elif resume:
         checkpoint = Path(resume)
         if not (checkpoint / "state.json").exists():
@@ -109,7 +122,9 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
                 f"--resume {resume}: must be a checkpoint folder; runs/x/checkpoints/step_10 works, or auto"
             )
         if (run / "metrics.jsonl").exists() and run.resolve() not in checkpoint.resolve().parents:
-            raise ValueError(f"--run-dir {run}: holds another run than the one resumed; use a new folder")
+            raise ValueError(
+                f"--run-dir {run}: holds another run than the one resumed; use a new folder, or --resume auto"
+            )
     elif (run / "metrics.jsonl").exists():
         raise ValueError(f"--run-dir {run}: holds an earlier run; use --resume auto to continue it, or a new folder")
     if checkpoint is not None:
@@ -134,7 +149,8 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
     run.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "events.jsonl", "rollouts.jsonl"):
         cut_jsonl(run / name, step if checkpoint is not None else -1)
-    (run / "args.json").write_text(json.dumps(args, indent=2) + "\n")
+    began = {} if checkpoint is None or run.resolve() in checkpoint.resolve().parents else {"resume": str(checkpoint)}
+    (run / "args.json").write_text(json.dumps(args | began, indent=2) + "\n")
     with (run / "command.txt").open("a") as file:
         file.write(f"WORLD_SIZE={dist.get_world_size()} {shlex.join(sys.argv)}\n")
     packages = sorted({f"{package.name}=={package.version}" for package in distributions()})

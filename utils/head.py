@@ -102,6 +102,9 @@ class LogProbHead(torch.autograd.Function):
             if of_hidden:
                 torch.mm(grad_nV, weight_VH, out=grad_hidden_NH[n])
             if of_weight:
+                # DETAIL: a micro-batch's gradient of the output matrix is summed in the forward's dtype, chunk after
+                # chunk of 2,048 tokens, because a float32 sum would take 4 more bytes for each of its elements;
+                # micro-batches and ranks are summed in float32, as all gradients are.
                 grad_weight_VH.addmm_(grad_nV.T, hidden_NH[n])
             if of_bias:
                 grad_bias_V += grad_nV.sum(0)

@@ -48,6 +48,8 @@ def make_adamw(model: nn.Module, lr: float, weight_decay: float, offload: str) -
     """AdamW over the model's shards. Args: offload: "optimizer" keeps the moments on the host; else they are where the
     shards are.
     """
+    # DETAIL: torch's own betas and epsilon (0.9, 0.999, 1e-8); weight decay, if any, is on norms and biases too,
+    # because one rule for all parameters is easier to say.
     kind = HostAdamW if offload == "optimizer" else torch.optim.AdamW
     return kind(model.parameters(), lr=lr, weight_decay=weight_decay, fused=True)
 

@@ -47,7 +47,9 @@ def check_flags(flags: dict, default: dict, idle: list[tuple[str, bool, str]]) -
     everywhere = [
         ("--num-steps above 0", flags["num_steps"] > 0, "num_epochs"),
         ("--save-every 0", flags["save_every"] == 0, "keep_checkpoints checksums"),
+        ("--save-every 0", flags["save_every"] == 0 and flags["export_hf"] == "every", "export_hf"),
         ("no --val-files", not flags["val_files"], "eval_every eval_reward"),
+        ("--eval-every 0", flags["eval_every"] == 0, "eval_reward"),
         ("--rollout-correction none", flags.get("rollout_correction") == "none", "correction_cap"),
         ("--max-kl 0", flags.get("max_kl") == 0, "on_max_kl kl_lr_decay"),
         (f"--on-max-kl {flags.get('on_max_kl')}", flags.get("on_max_kl") != "lower-lr", "kl_lr_decay"),
@@ -99,9 +101,11 @@ def check_lengths(flags: dict, positions: int, sequences: int = 1) -> None:
     """Lengths over the model's positions, and over the budget that holds `sequences` of them. Raises: ValueError."""
     longest = flags["max_prompt_len"] + flags["max_response_len"]
     if longest > positions:
+        left = positions - flags["max_prompt_len"]
+        works = f"{left} works" if left > 0 else f"--max-prompt-len {positions // 2} leaves room for one"
         raise ValueError(
             f"{flag('max_response_len', flags)}: with {flag('max_prompt_len', flags)} goes beyond the model's "
-            f"{positions} positions; {positions - flags['max_prompt_len']} works"
+            f"{positions} positions; {works}"
         )
     if flags["max_tokens_per_gpu"] < sequences * longest:
         times = f"{sequences} x (--max-prompt-len + --max-response-len)"

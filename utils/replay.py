@@ -28,25 +28,42 @@ def _steps_in(folder: Path) -> dict[int, Path]:
     return {int(number): path for number, path in numbers.items() if number.isdigit()}
 
 
-def open_record(folder: str, done: int) -> None:
-    """A folder to record to, from step done + 1; on resume what lies beyond goes, as the log's lines do.
+def open_record(folder: str, run_dir: Path, resume: str) -> None:
+    """A folder to record to. Raises: ValueError where it cannot be written, or holds another run's steps."""
+    if not folder or dist.get_rank():
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--record {folder}: cannot be written ({error}); give a folder of yours") from error
+    for path in _steps_in(Path(folder)).values():
+        if not resume or _run_of(path) != str(run_dir.resolve()):
+            raise ValueError(f"--record {folder}: holds an earlier run's rollouts ({path.name}); give a new folder")
 
-    Raises: ValueError where it cannot be written, or holds another run's steps.
-    """
-    if folder and dist.get_rank() == 0:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--record {folder}: cannot be written ({error}); give a folder of yours") from error
+
+def cut_record(folder: str, done: int) -> None:
+    """What this run recorded beyond the step that it goes on from goes, as the log's lines do."""
     for step, path in _steps_in(Path(folder)).items() if folder and dist.get_rank() == 0 else []:
-        if done == 0:
-            raise ValueError(f"--record {folder}: holds an earlier run's rollouts; give a new folder")
         if step > done:
             path.unlink()
 
 
+def _run_of(path: Path) -> str:
+    """The folder of the run that wrote this file."""
+    try:
+        return (pq.read_schema(path).metadata or {}).get(b"run", b"").decode()
+    except (pa.ArrowException, OSError):  # not parquet
+        return ""
+
+
 def record_rollouts(
-    folder: str, step: int, rollouts: list[Rollout], scores_B: torch.Tensor, judged_B: torch.Tensor, temperature: float
+    folder: str,
+    run_dir: Path,
+    step: int,
+    rollouts: list[Rollout],
+    scores_B: torch.Tensor,
+    judged_B: torch.Tensor,
+    temperature: float,
 ) -> None:
     """Write all ranks' responses of a step, with the scores they were trained by, to step_N.parquet (collective)."""
     mine = [
@@ -58,7 +75,8 @@ def record_rollouts(
         path = Path(folder) / f"step_{step}.parquet"
         table = pa.Table.from_pylist([row for share in shares for row in share], COLUMNS)
         try:
-            pq.write_table(table.replace_schema_metadata({"temperature": repr(temperature)}), f"{path}.part")
+            about = {"temperature": repr(temperature), "run": str(run_dir.resolve())}
+            pq.write_table(table.replace_schema_metadata(about), f"{path}.part")
             os.replace(f"{path}.part", path)
         except OSError as caught:  # a full disk
             error = str(caught)
@@ -82,6 +100,18 @@ def check_replay(folder: str) -> None:
             raise ValueError(f"--replay {path}: has other columns than --record writes; {works}")
 
 
+def check_replayed(folder: str, steps: range, temperature: float) -> None:
+    """Raises: ValueError where a step that is to be replayed was not recorded, or at another temperature."""
+    recorded = _steps_in(Path(folder)) if folder else {}
+    for step in steps if folder else []:
+        if step not in recorded:
+            works = f"--num-steps {step - 1} works" if step > steps.start else "a folder that holds it works"
+            raise ValueError(f"--replay {folder}: step {step} was not recorded; {works}")
+        at = float(pq.read_schema(recorded[step]).metadata[b"temperature"])
+        if at != temperature:
+            raise ValueError(f"--temperature {temperature}: must be the recorded run's, {at}")
+
+
 class Replay:
     """Recorded rollouts in place of engine and scorer: their calls, those that a training step makes.
 
@@ -95,13 +125,8 @@ class Replay:
 
     def rollout(self, source: PromptData, uids: list[int], n: int, step: int, sampling: Sampling) -> list[Rollout]:
         """The responses that were recorded for these prompts at this step."""
-        path, self._scores, rollouts = self.folder / f"step_{step}.parquet", {}, []
-        if not path.is_file():
-            stop(f"--replay {self.folder}: step {step} was not recorded; --num-steps {step - 1} works")
-        table = pq.read_table(path)
-        recorded = float(table.schema.metadata[b"temperature"])
-        if recorded != sampling.temperature:
-            stop(f"--temperature {sampling.temperature}: must be the recorded run's, {recorded}")
+        self._scores, rollouts = {}, []
+        table = pq.read_table(self.folder / f"step_{step}.parquet")
         rows = {(row["uid"], row["sample"]): row for row in table.to_pylist()}
         missing = [key for key in ((uid, i) for uid in uids for i in range(n)) if key not in rows]
         if anywhere := [key for share in all_gather(missing) for key in share]:

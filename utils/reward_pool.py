@@ -117,6 +117,10 @@ class RewardPool:
             self._tasks.put((future, line))
         return future
 
+    def ask_again(self) -> None:
+        """Calls are made once more after so many timeouts in a row that none was: for the next batch."""
+        self._timeouts = 0
+
     def close(self) -> None:
         """Kill the workers and what they started; waiting calls are cancelled, running ones raise RuntimeError."""
         atexit.unregister(self.close)

@@ -148,21 +148,26 @@ class Scorer:
         on_finish = start if self.pool else None
         return self.engine.generate(prompts, uids, n=n, step=step, sampling=sampling, on_finish=on_finish)
 
-    def rule_scores(self, rollouts: list["Rollout"], what: str) -> torch.Tensor:
+    def rule_scores(self, rollouts: list["Rollout"], what: str, needed: bool = True) -> torch.Tensor:
         """The rules' weighted sum for each rollout, waited for; 0 without a rule, NaN where one could not judge.
 
-        Ends the run where not one response of any rank could be judged; `what` names them in that message (collective).
-        Shapes: [B] float64.
+        Where not one response of any rank could be judged it says why and, if they are needed, ends the run; `what`
+        names them (collective). Shapes: [B] float64.
         """
         self.num_timeouts = 0
         if self.pool is None:
             return torch.zeros(len(rollouts), dtype=torch.float64, device=self.device)
         scores = [self._futures.pop(id(r)).result() for r in rollouts]
+        self.pool.ask_again()  # a judge that stalled for one batch may be back for the next
         self.num_timeouts = sum(s.error == "timeout" for s in scores)
         failures = all_gather((len(scores), [s.message for s in scores if s.error is not None]))
         if sum(count for count, _ in failures) == sum(len(messages) for _, messages in failures):
-            message = next(messages[0] for _, messages in failures if messages)
-            stop(f"{self.flag} {self.spec}: failed on all responses of {what}: {message}")
+            reason = next(messages[0] for _, messages in failures if messages)
+            message = f"{self.flag} {self.spec}: failed on all responses of {what}: {reason}"
+            if needed:
+                stop(message)
+            if dist.get_rank() == 0:
+                print(message, file=sys.stderr)
         values = [s.value if s.error is None else torch.nan for s in scores]
         return torch.tensor(values, dtype=torch.float64, device=self.device)
 
@@ -203,12 +208,15 @@ class Scorer:
         rank = dist.get_rank()
         share = list(range(rank, len(val), dist.get_world_size()))
         rollouts = self.rollout(val, share, 1, step, sampling)
-        scores_B = self.rule_scores(rollouts, f"the evaluation at step {step}") + self.model_scores(rollouts, val)
+        # A judge that fails at the start is wrong; one that fails later must not cost the step, which is not saved yet.
+        rule_scores_B = self.rule_scores(rollouts, f"the evaluation at step {step}", needed=step == 0)
+        scores_B = rule_scores_B + self.model_scores(rollouts, val)
         assert sum(all_gather(len(scores_B))) == len(val), "not every held-out prompt was evaluated"
         # DETAIL: a response without a score counts as 0 in evaluation, because leaving it out would flatter the policy.
         judged_B = scores_B.isfinite()
         scores_B = torch.where(judged_B, scores_B, 0.0)
-        metrics.add("eval/score", scores_B.sum(), len(rollouts))
+        if any(all_gather(bool(judged_B.any()))):  # else 0 would be no score of anything
+            metrics.add("eval/score", scores_B.sum(), len(rollouts))
         metrics.add("eval/error_frac", (~judged_B).sum(), len(rollouts))
         metrics.add("eval/response_len", sum(len(r.response_ids) for r in rollouts), len(rollouts))
         metrics.add("eval/truncated_frac", sum(r.finish_reason == "length" for r in rollouts), len(rollouts))
