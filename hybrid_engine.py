@@ -365,9 +365,10 @@ class HybridEngine:
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
-    def sleep(self, what: str) -> None:
+    def sleep(self, what: str) -> float:
         """Give memory back until `wake`: "kv" the KV cache, "all" the weights too. On CPU it only changes the state.
 
+        Returns: the GiB given back; torch's allocator goes on counting them as allocated.
         Raises: ValueError for anything else.
         """
         if what not in ("kv", "all"):
@@ -382,6 +383,8 @@ class HybridEngine:
                 self.llm.sleep(level=1)
                 self.llm.wake_up(["weights"])
         self._asleep, self.synced = what, False
+        held = self.memory()
+        return self.on_cuda * (held["mem/kv_cache_gib"] + (what == "all") * held["mem/engine_weights_gib"])
 
     def wake(self) -> None:
         """Map the weights again; their contents, and the KV cache, come with the next `sync_weights`."""

@@ -626,7 +626,7 @@ def main(args: Args) -> None:
         rollouts = scorer.rollout(data, uids, G, step, sampling)
         metrics.lap("rollout", device)
         if args.sleep != "none":
-            engine.sleep(args.sleep)
+            metrics.asleep_gib = engine.sleep(args.sleep)
             metrics.lap("sleep", device)
 
         # ---- 2 score ----
@@ -808,6 +808,7 @@ def main(args: Args) -> None:
         # [shared: sync]
         if args.sleep != "none":
             engine.wake()
+            metrics.asleep_gib = 0.0
         report = engine.sync_weights(policy)
         metrics.lap("sync", device)
         metrics.add("time/sync_reset_s", report.reset_seconds)

@@ -179,9 +179,10 @@ def test_sleep_gives_memory_back_and_wake_and_sync_restore_the_engine(engine, pr
     before = generate(engine, temperature=0.0)
     weights = sum(p.nbytes for p in engine.model().parameters())
     for what, at_least in (("kv", 0.9 * 2**30), ("all", 0.9 * (2**30 + weights))):
-        free = torch.cuda.mem_get_info()[0]
-        engine.sleep(what)
-        assert torch.cuda.mem_get_info()[0] - free > at_least, what
+        free, allocated = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
+        given = engine.sleep(what) * 2**30
+        assert torch.cuda.mem_get_info()[0] - free > at_least and given > at_least, what
+        assert torch.cuda.memory_allocated() > allocated - 0.1 * given, what  # so a peak is less what sleeps
         engine.wake()
         with pytest.raises(AssertionError, match="generate before sync_weights"):
             generate(engine)

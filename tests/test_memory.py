@@ -1,5 +1,7 @@
 """Memory before anything loads: sizes worked out by hand, and what --sleep auto and --kv-cache-gib 0 come to."""
 
+import re
+
 import pytest
 from transformers import Qwen2Config
 
@@ -54,17 +56,17 @@ MEASURED = [  # GPUs, tokens that micro-batches held, GiB at the peak of an upda
     ("1.5b", AWAKE, 1, 25 * 640, 70.9),
     ("1.5b", AWAKE | {"kv_cache_gib": 4.5}, 2, 25 * 640, 53.9),
     ("7b", AWAKE | CHECKPOINTED | {"offload": "optimizer"}, 1, 25 * 640, 101.7),
-    ("7b", {"sleep": "all"} | CHECKPOINTED, 2, 128 * 640, 129.0),
-    ("7b", {"sleep": "all"} | CHECKPOINTED, 2, 140 * 640, 132.7),
-    ("7b", {"sleep": "all"} | CHECKPOINTED, 2, 152 * 640, 136.5),
+    ("7b", {"sleep": "all"} | CHECKPOINTED, 2, 128 * 640, 105.8),  # of the last three, less what slept
+    ("7b", {"sleep": "all"} | CHECKPOINTED, 2, 140 * 640, 108.6),
+    ("7b", {"sleep": "all"} | CHECKPOINTED, 2, 152 * 640, 111.6),
 ]
 
 
 @pytest.mark.parametrize("size, flags, gpus, tokens, measured", MEASURED)
-def test_the_estimate_is_within_6_percent_of_the_peaks_measured(size, flags, gpus, tokens, measured):
+def test_the_estimate_is_within_3_percent_of_the_peaks_measured(size, flags, gpus, tokens, measured):
     flags = FLAGS | flags | {"max_tokens_per_gpu": tokens}
     update = estimate(flags, [config(size)], [], gpus, 2)["update"]
-    assert sum(update.values()) / GIB == pytest.approx(measured, rel=0.06)
+    assert sum(update.values()) / GIB == pytest.approx(measured, rel=0.03)
 
 
 def settled(free_gib, size="0.5b", world=1, learners=1, **flags):
@@ -108,13 +110,14 @@ def test_a_cache_that_does_not_fit_beside_the_weights_is_smaller():
 @pytest.mark.parametrize("free, flags, changes", [
     (60, {"size": "1.5b"}, {"activation_checkpointing": True}),
     (40, {"compile": False}, {"compile": True}),
-    (12, {}, {"activation_checkpointing": True, "max_tokens_per_gpu": 16384}),
+    (10, {}, {"activation_checkpointing": True, "max_tokens_per_gpu": 16384}),
     (60, {"size": "7b"}, {"activation_checkpointing": True, "offload": "all"}),
     (80, {"size": "7b", "world": 8, "learners": 2}, {
-        "activation_checkpointing": True, "max_tokens_per_gpu": 4096, "offload": "optimizer",
+        "activation_checkpointing": True, "max_tokens_per_gpu": 16384, "offload": "optimizer",
     }),
     (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 4096}, {"kv_cache_gib": 0}),
-    (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 640, "sleep": "none"}, {"sleep": "auto", "kv_cache_gib": 0}),
+    (30, {"kv_cache_gib": 28.0}, {"kv_cache_gib": 0, "activation_checkpointing": True}),  # two phases are over
+    (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 640, "sleep": "none"}, {"kv_cache_gib": 0}),
 ])  # fmt: skip
 def test_what_cannot_fit_is_refused_with_flags_that_make_room(free, flags, changes):
     words = " ".join(flag(name, changes) for name in changes)
@@ -124,8 +127,16 @@ def test_what_cannot_fit_is_refused_with_flags_that_make_room(free, flags, chang
 
 
 def test_what_no_flag_makes_fit_needs_more_gpus():
-    with pytest.raises(ValueError, match=r"with --activation-checkpointing .* --offload all it is 44: more GPUs"):
+    with pytest.raises(ValueError, match=r"--activation-.* --offload all would leave 4\d GiB: more GPUs are needed"):
         settled(8, "7b")
+
+
+def test_a_reward_models_micro_batch_holds_a_pair_after_the_remedy_too():
+    absent = ("prompts_per_step", "group_size", "minibatch_size", "max_num_seqs", "kv_cache_gib", "sleep", "replay")
+    flags = {k: v for k, v in FLAGS.items() if k not in absent} | {"pairs_per_step": 64}
+    with pytest.raises(ValueError, match=r"--activation-checkpointing --max-tokens-per-gpu \d+ .*would") as caught:
+        settle(flags, [config("1.5b")], [], 1, 0, 9 * GIB, True)
+    assert int(re.search(r"--max-tokens-per-gpu (\d+)", str(caught.value))[1]) >= 2 * (128 + 512)
 
 
 def test_what_is_on_the_host_is_not_on_the_card():

@@ -4,8 +4,11 @@ The estimate adds up tensors: weights, optimizer states, gradients, activations,
 the driver and the libraries take for themselves is OTHER. Activations are counted for a Llama-like block.
 """
 
+import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from accelerate import init_empty_weights
@@ -44,14 +47,20 @@ class Size:
     vocabulary: int
 
 
+@cache
+def _parameters(kind: type[PreTrainedConfig], described: str) -> tuple[int, int]:
+    """How many there are, and how many of them in blocks."""
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(kind.from_dict(json.loads(described)))
+    model.tie_weights()
+    blocks = sum(p.numel() for n, p in model.named_parameters() if ".layers." in n or ".h." in n)
+    return sum(p.numel() for p in model.parameters()), blocks
+
+
 def size_of(config: PreTrainedConfig, element: int, compiled: bool) -> Size:
     """Args: element: bytes of one activation; compiled: blocks fused, which keeps less of the norms and the MLP."""
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
-    params = sum(p.numel() for p in model.parameters())
+    params, blocks = _parameters(type(config), config.to_json_string())
     layers, heads, kv_heads, head_size = attention_shape(config)
-    blocks = sum(p.numel() for n, p in model.named_parameters() if ".layers." in n or ".h." in n)
     hidden, width = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     attention = 2 * heads * head_size + 2 * kv_heads * head_size  # q, k, v and the output
     # of the MLP gate, up and their product, eager silu's output too; of the norms inputs and outputs, eager in float32
@@ -108,14 +117,14 @@ def estimate(
 
     checkpointing = flags["activation_checkpointing"]
 
-    def of_a_block(s: Size) -> float:  # where the backward pass is: the recomputed block, and what it holds beside
-        return tokens * s.saved * (2 if checkpointing else 1)
+    def of_a_block(s: Size) -> float:  # where the backward pass is: the recomputed block, and gradients in it
+        return tokens * s.saved * (1.25 if checkpointing else 1)
 
     # bytes of a logit: value and gradient; eager kernels keep float32 copies; a reward model has none
     logit = 0 if "pairs_per_step" in flags else 2 * element if flags["compile"] else 16
     update = held | {
-        # summed over micro-batches whole, in float32; on several ranks the reduced shards come on top
-        "gradients": sum(4 * s.params * (1 if world == 1 else 1 + 1 / world) for s in sizes),
+        # summed over micro-batches whole, in float32; a block's shards come when the whole goes
+        "gradients": sum(4 * s.params for s in sizes),
         "gathered weights": sum(gathered(s) for s in sizes),
         "activations": max(tokens * s.layers * (s.recomputed if checkpointing else s.saved) for s in sizes),
         "logits or block": max(logit * HEAD_CHUNK * sizes[0].vocabulary, *(of_a_block(s) for s in sizes)),
@@ -156,21 +165,21 @@ def settle(
 ) -> tuple[dict, str]:
     """`plan_memory` for a GPU with `free` bytes, or for a CPU, where nothing sleeps and nothing is refused."""
 
-    def plan(**more) -> tuple[dict, dict[str, dict[str, float]], float]:
-        settled, phases = _choose(flags | more, learners, frozen, world, num_val, free, on_cuda)
-        return settled, phases, max(sum(items.values()) for items in phases.values())
+    def plan(**more) -> tuple[dict, dict[str, dict[str, float]]]:
+        return _choose(flags | more, learners, frozen, world, num_val, free, on_cuda)
 
-    settled, phases, need = plan()
+    settled, phases = plan()
     rows = []
     for phase, items in phases.items():
         shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in items.items() if size >= 0.05 * GIB)
         rows.append(f"  {phase:8} {sum(items.values()) / GIB:6.1f} GiB: {shown}")
     table = f"memory of a rank, estimated ({free / GIB:.1f} GiB are free for it):\n" + "\n".join(rows)
+    phase, items = max(phases.items(), key=lambda each: sum(each[1].values()))
+    need = sum(items.values())
     if on_cuda and need > (1 + MARGIN) * free:
-        phase, items = max(phases.items(), key=lambda each: sum(each[1].values()))
         raise ValueError(
             f"memory: the {phase} phase needs about {need / GIB:.0f} GiB on each GPU and {free / GIB:.0f} are free "
-            f"(most of it {max(items, key=items.get)}); {_remedy(flags, need, free, plan)}\n{table}"
+            f"(most of it {max(items, key=items.get)}); {_remedy(flags, free, plan)}\n{table}"
         )
     return settled, table
 
@@ -202,27 +211,33 @@ def _choose(
     return settled, phases()
 
 
-def _remedy(flags: dict, need: float, free: float, plan) -> str:
+def _remedy(flags: dict, free: float, plan: Callable) -> str:
     """The flags which together make room by the estimate, the cheapest first; `plan(**flags)` is settle's."""
+
+    def over(**more) -> float:  # bytes too many, over all phases
+        return sum(max(0.0, sum(items.values()) - free) for items in plan(**more)[1].values())
+
     tokens, longest = flags["max_tokens_per_gpu"], flags["max_prompt_len"] + flags["max_response_len"]
-    halves = [tokens >> k for k in range(1, 20) if tokens >> k >= longest]
+    longest *= 2 if "pairs_per_step" in flags else 1
+    budgets = [("max_tokens_per_gpu", tokens >> k) for k in range(1, 20) if tokens >> k >= longest]
     tries = [("sleep", "auto"), ("kv_cache_gib", 0), ("max_num_seqs", max(1, flags.get("max_num_seqs", 1) // 4))]
-    tries += [("compile", True), ("activation_checkpointing", True), *(("max_tokens_per_gpu", n) for n in halves)]
-    tries += [("offload", "optimizer"), ("offload", "all")]
-    chosen = {}
-    for name, value in tries:
-        if need <= free or name not in flags:
-            continue
-        less = plan(**(chosen | {name: value}))[2]
-        if less < need - 0.01 * free:  # what saves next to nothing is not worth its price
-            chosen[name], need = value, less
-    if "offload" in chosen and "max_tokens_per_gpu" in chosen:  # beside it larger micro-batches may do
-        enough = (n for n in (tokens, *halves) if plan(**(chosen | {"max_tokens_per_gpu": n}))[2] <= max(need, free))
-        chosen["max_tokens_per_gpu"] = next(enough)
-    words = " ".join(flag(name, chosen) for name in chosen if chosen[name] != flags[name])
-    if need <= free:
+    tries += [("compile", True), ("activation_checkpointing", True), *budgets, ("offload", "optimizer")]
+    chosen, missing = {}, over()
+    for name, value in [*tries, ("offload", "all")]:
+        if missing and name in flags and (less := over(**(chosen | {name: value}))) < missing - 0.01 * free:
+            chosen[name], missing = value, less  # what saves next to nothing is not worth its price
+    for name in reversed(list(chosen)):  # what came later may have made it needless, or less of it enough
+        fewer = {k: v for k, v in chosen.items() if k != name}
+        larger = (budget for _, budget in budgets if over(**fewer, max_tokens_per_gpu=budget) <= missing)
+        if over(**fewer) <= missing:
+            chosen = fewer
+        elif name == "max_tokens_per_gpu":
+            chosen[name] = next(larger)
+    words = " ".join(flag(name, chosen) for name in chosen) or "no flag"
+    need = max(sum(items.values()) for items in plan(**chosen)[1].values())
+    if need <= (1 + MARGIN) * free:
         return f"{words} would make room"
-    return f"with {words or 'other flags'} it is {need / GIB:.0f}: more GPUs are needed"
+    return f"{words} would leave {need / GIB:.0f} GiB: more GPUs are needed"
 
 
 def ledger(parts: dict, engine, grown: dict[str, float]) -> dict[str, float]:

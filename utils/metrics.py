@@ -30,6 +30,7 @@ class Metrics:
         self._max: dict[str, list] = {}
         self.seconds: dict[str, float] = {}  # of each phase so far, on this rank
         self.grown: dict[str, float] = {}  # GiB by which a phase's peak was above what was held when it began (CUDA)
+        self.asleep_gib = 0.0  # of vLLM's sleeping memory, which is given back, and torch's allocator still counts
         self._step, self._last_lap, self._held = 0, 0.0, 0.0
 
     def add(self, key: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
@@ -76,13 +77,13 @@ class Metrics:
         self._last_lap = now
         self.add(f"time/{phase}_s", self.seconds[phase])
         say(f"step {self._step}, after {phase}")
-        peak = peak_memory_gib(device)
+        peak = peak_memory_gib(device) - self.asleep_gib
         self.add_max("perf/peak_mem_gib", peak)
         if device.type == "cuda":
             self.add_max(f"mem/{phase}_gib", peak)
             self.grown[phase] = peak - self._held
             torch.cuda.reset_peak_memory_stats()
-            self._held = peak_memory_gib(device)
+            self._held = peak_memory_gib(device) - self.asleep_gib
 
     def reduce(self) -> dict[str, float]:
         """The step's figures over all ranks, alike on every rank. Keys seen by some ranks only count those ranks."""

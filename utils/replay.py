@@ -161,8 +161,9 @@ class Replay:
         """Nothing to prove."""
         return 0.0
 
-    def sleep(self, what: str) -> None:
+    def sleep(self, what: str) -> float:
         """Nothing to give back."""
+        return 0.0
 
     def wake(self) -> None:
         """Nothing to take back."""
