@@ -97,7 +97,8 @@ class Args:
     num_epochs: int = 1
     """Passes over the training rows, when --num-steps is 0."""
     resume: str = ""
-    """"auto": the newest checkpoint of --run-dir, or a fresh start; or the path of a checkpoints/step_N folder."""
+    """"auto": the newest checkpoint of --run-dir, or the one it began from, or a fresh start; or the path of a
+    checkpoints/step_N folder."""
     save_every: int = 50
     """Save a checkpoint every so many steps, at the end, and after the step in which SIGTERM comes; 0: never."""
     keep_checkpoints: int = 0
@@ -546,7 +547,7 @@ def main(args: Args) -> None:
         return
     with one_line_errors():
         with fail_together():
-            open_record(args.record, run_dir, args.resume)
+            open_record(args.record, run_dir)
         record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
         checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
         if done > num_steps:
@@ -873,7 +874,7 @@ def main(args: Args) -> None:
     if rank == 0:
         logged = read_jsonl(run_dir / "metrics.jsonl")  # nothing, where a run that was done was exported elsewhere
         curves = plot_runs([run_dir], run_dir / "curves.png") if logged else "none"
-        evals = [row["eval/score"] for row in logged if "eval/score" in row]
+        evals = [row.get("eval/score", math.nan) for row in logged if "eval/error_frac" in row]
         word = "accuracy" if (args.eval_reward or args.reward) in ("tiny", "gsm8k") else "mean score"
         change = f"{word} {evals[0]:.2f} -> {evals[-1]:.2f} on {len(val)} held-out prompts, " if evals else ""
         print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")

@@ -80,7 +80,8 @@ class Args:
     num_epochs: int = 1
     """Passes over the training rows, when --num-steps is 0."""
     resume: str = ""
-    """"auto": the newest checkpoint of --run-dir, or a fresh start; or the path of a checkpoints/step_N folder."""
+    """"auto": the newest checkpoint of --run-dir, or the one it began from, or a fresh start; or the path of a
+    checkpoints/step_N folder."""
     save_every: int = 50
     """Save a checkpoint every so many steps, at the end, and after the step in which SIGTERM comes; 0: never."""
     keep_checkpoints: int = 0

@@ -33,8 +33,9 @@ RESUME = ["--resume", "{tmp}/same/checkpoints/step_1", "--run-dir", "{tmp}/new"]
 AHEAD = ["--resume", "{tmp}/ahead/checkpoints/step_1", "--run-dir", "{tmp}/new"]
 GUARD = ["--max-kl", "0.1", "--update-epochs", "2"]
 
-# flags over a run that works -> what the one line must say
 WITH_VAL = ["--val-files", "{tmp}/data/val.parquet"]
+
+# flags over a run that works -> what the one line must say
 GRPO = {
     "no such file": (["--train-files", "{tmp}/none.parquet"], r"--train-files .*none\.parquet: no such file"),
     "glob of nothing": (["--train-files", "{tmp}/none_*.parquet"], r"--train-files .*no file matches"),

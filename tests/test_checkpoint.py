@@ -97,11 +97,17 @@ def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_it_until_it_has_
     assert reopen(fork, "auto", {**ARGS, "resume": "auto"}) == (own, 6)
 
 
-def test_a_fork_whose_start_is_gone_does_not_start_from_the_base_model(run_dir, tmp_path_factory):
+def test_a_fork_whose_start_is_gone_does_not_start_from_the_base_model(run_dir, tmp_path_factory, monkeypatch):
     fork, start = tmp_path_factory.mktemp("fork"), run_dir / "checkpoints/step_4"
-    reopen(fork, str(start), {**ARGS, "resume": str(start)})
+    monkeypatch.chdir(run_dir)
+    reopen(fork, "checkpoints/step_4", {**ARGS, "resume": "checkpoints/step_4"})
+    monkeypatch.chdir(fork)
+    assert reopen(fork, "auto", {**ARGS, "resume": "auto"}) == (start, 4)
     start.rename(run_dir / "elsewhere")
     with pytest.raises(ValueError, match=r"--resume auto: .* began from .*step_4, which is gone; .* a new folder"):
+        reopen(fork, "auto", {**ARGS, "resume": "auto"})
+    (fork / "args.json").write_text("")
+    with pytest.raises(ValueError, match=r"--resume auto: .*args.json does not read .*; .* a new folder"):
         reopen(fork, "auto", {**ARGS, "resume": "auto"})
 
 
@@ -112,15 +118,19 @@ def test_what_a_run_recorded_goes_with_its_log_and_anothers_stays(process_group,
         return sorted(path.name for path in folder.iterdir())
 
     rollout, one = Rollout(7, 0, [1], [2, 3], [-0.5, -0.25], "stop"), torch.ones(1)
-    open_record(str(folder), mine, "")
+    open_record(str(folder), mine)
+    for run_dir in (mine, other):
+        reopen(run_dir, "auto")
     for step in (1, 2, 3):
         record_rollouts(str(folder), mine, step, [rollout], one, one.bool(), 1.0)
-    for run_dir, resume in ((mine, ""), (other, ""), (other, "auto"), (other, f"{mine}/checkpoints/step_1")):
+    moved = mine.rename(tmp_path / "moved")
+    for run_dir in (other, mine):  # mine: a new one in the old one's place
         with pytest.raises(ValueError, match=r"--record .*: holds an earlier run's rollouts .*; give a new folder"):
-            open_record(str(folder), run_dir, resume)
-    assert len(held()) == 3
+            open_record(str(folder), run_dir)
+        assert len(held()) == 3
     for done in (2, 0):  # 0: killed before its first save
-        open_record(str(folder), mine, "auto")
+        open_record(str(folder), moved)
+        reopen(moved, "auto")
         cut_record(str(folder), done)
         assert held() == ["step_1.parquet", "step_2.parquet"][:done]
 

@@ -431,6 +431,18 @@ def test_a_judge_that_stalled_is_asked_again_for_the_next_batch(tmp_path):
         assert pool.submit("quick", ROW).result(60).value == 1
 
 
+def test_a_worker_that_cannot_load_again_is_an_answer_without_a_score(tmp_path):
+    source = "def f(response, row): return time.sleep(60 * (response == 'slow')) or 1"
+    (tmp_path / "loads.py").write_text(f"import time\nopen('{tmp_path}/server')\n{source}")
+    (tmp_path / "server").touch()
+    with RewardPool(f"{tmp_path}/loads.py:f", 1, 0.2) as pool:
+        assert pool.submit("quick", ROW).result(60).value == 1
+        (tmp_path / "server").unlink()
+        assert [pool.submit(text, ROW).result(60).error for text in ("slow", "quick")] == ["timeout", "died"]
+        (tmp_path / "server").touch()
+        assert pool.submit("quick", ROW).result(60).value == 1
+
+
 def test_a_reward_that_always_hangs_is_not_waited_for_on_every_response(tmp_path):
     (tmp_path / "hang.py").write_text("import time\ndef f(response, row): time.sleep(60)")
     start = time.monotonic()

@@ -227,6 +227,7 @@ def test_a_replay_that_is_not_of_the_recorded_run_says_so(folder):
     for flags, message in (
         (["--seed", 2], r"error: --replay .*rollouts: step 1 holds no response to uid \d+, sample 0; --seed"),
         (["--num-steps", 4], r"error: --replay .*rollouts: step 4 was not recorded; --num-steps 3 works"),
+        (["--temperature", 0.5], rf"error: --temperature 0.5: must be the recorded run's, {TEMPERATURE}"),
         (["--replay", folder / "data"], r"error: --replay .*data: must hold step_N.parquet files"),
         (["--record", folder / "x"], r"error: --record .*x: has no effect with --replay"),
     ):
@@ -234,6 +235,7 @@ def test_a_replay_that_is_not_of_the_recorded_run_says_so(folder):
         result = run([sys.executable, *command(folder, name), "--replay", folder / "rollouts", *flags])
         assert result.returncode == 1 and re.search(message, result.stderr), result.stderr[-2000:]
         assert "Traceback" not in result.stderr
+        assert not (folder / name / "metrics.jsonl").exists()  # before anything was trained
 
 
 def test_fault_44_resumed_is_straight_to_the_bit(folder):

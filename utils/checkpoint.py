@@ -9,6 +9,7 @@ files have changed since is refused. DCP's metadata is a pickle: load only check
 import hashlib
 import json
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -97,12 +98,26 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def run_id(run: Path) -> str:
+    """What tells the run in this folder from all others; no run has "none", the id of a folder without one."""
+    file = run / "run_id"
+    return file.read_text() if file.exists() else "none"
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """All of it or, where the disk is full, nothing."""
+    aside = file.with_name(f"{file.name}.part")
+    aside.write_text(text)
+    os.replace(aside, file)
+
+
 def _began_from(run: Path) -> Path | None:
     """Another run's checkpoint that this one went on from, before it has one of its own."""
+    file = run / "args.json"
     try:
-        named = json.loads((run / "args.json").read_text())["resume"]
-    except (OSError, ValueError, KeyError):  # a new run, or one cut off while it wrote the file
-        return None
+        named = json.loads(file.read_text()).get("resume", "") if file.exists() else ""
+    except ValueError as error:
+        raise ValueError(f"--resume auto: {file} does not read ({error}); start a new run in a new folder") from error
     if named in ("", "auto"):
         return None
     if not (Path(named) / "state.json").exists():
@@ -149,8 +164,11 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
     run.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "events.jsonl", "rollouts.jsonl"):
         cut_jsonl(run / name, step if checkpoint is not None else -1)
-    began = {} if checkpoint is None or run.resolve() in checkpoint.resolve().parents else {"resume": str(checkpoint)}
-    (run / "args.json").write_text(json.dumps(args | began, indent=2) + "\n")
+    start = checkpoint.resolve() if checkpoint is not None else run.resolve()
+    began = {} if start.is_relative_to(run.resolve()) else {"resume": str(start)}
+    _write_whole(run / "args.json", json.dumps(args | began, indent=2) + "\n")
+    if run_id(run) == "none":
+        _write_whole(run / "run_id", secrets.token_hex(8))
     with (run / "command.txt").open("a") as file:
         file.write(f"WORLD_SIZE={dist.get_world_size()} {shlex.join(sys.argv)}\n")
     packages = sorted({f"{package.name}=={package.version}" for package in distributions()})

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine import Rollout, Sampling, SyncReport
+from utils.checkpoint import run_id
 from utils.data import PromptData
 from utils.dist import all_gather, broadcast, stop
 
@@ -28,7 +29,7 @@ def _steps_in(folder: Path) -> dict[int, Path]:
     return {int(number): path for number, path in numbers.items() if number.isdigit()}
 
 
-def open_record(folder: str, run_dir: Path, resume: str) -> None:
+def open_record(folder: str, run_dir: Path) -> None:
     """A folder to record to. Raises: ValueError where it cannot be written, or holds another run's steps."""
     if not folder or dist.get_rank():
         return
@@ -37,7 +38,7 @@ def open_record(folder: str, run_dir: Path, resume: str) -> None:
     except OSError as error:
         raise ValueError(f"--record {folder}: cannot be written ({error}); give a folder of yours") from error
     for path in _steps_in(Path(folder)).values():
-        if not resume or _run_of(path) != str(run_dir.resolve()):
+        if _run_of(path) != run_id(run_dir):
             raise ValueError(f"--record {folder}: holds an earlier run's rollouts ({path.name}); give a new folder")
 
 
@@ -49,7 +50,7 @@ def cut_record(folder: str, done: int) -> None:
 
 
 def _run_of(path: Path) -> str:
-    """The folder of the run that wrote this file."""
+    """The id of the run that wrote this file."""
     try:
         return (pq.read_schema(path).metadata or {}).get(b"run", b"").decode()
     except (pa.ArrowException, OSError):  # not parquet
@@ -75,7 +76,7 @@ def record_rollouts(
         path = Path(folder) / f"step_{step}.parquet"
         table = pa.Table.from_pylist([row for share in shares for row in share], COLUMNS)
         try:
-            about = {"temperature": repr(temperature), "run": str(run_dir.resolve())}
+            about = {"temperature": repr(temperature), "run": run_id(run_dir)}
             pq.write_table(table.replace_schema_metadata(about), f"{path}.part")
             os.replace(f"{path}.part", path)
         except OSError as caught:  # a full disk

@@ -19,7 +19,7 @@ from pathlib import Path
 from utils.reward_worker import Score
 from utils.rewards import parse_rewards
 
-TIMEOUTS_IN_A_ROW = 8  # per worker; then nothing is called any more, and the trainer sees a step without a score
+TIMEOUTS_IN_A_ROW = 8  # per worker; then no more of the batch is called, and the trainer sees it without a score
 MARK = "RESHARD_REWARD_WORKER"  # in the environment of a worker, and of all that it starts
 START_LIMIT_S = 60.0  # a worker's start runs the imports of the user's file, which may be slow (sympy, torch)
 
@@ -99,6 +99,7 @@ class RewardPool:
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._lock, self._closed, self._live = threading.Lock(), False, set()
         self._timeouts = 0  # in a row, over all workers
+        self._loads = False  # a worker could load the rewards once
         self._marks: dict[int, str] = {}  # of the live workers
         # Daemon threads rather than an executor, because an executor's are joined before atexit runs: a script that
         # fails would first score everything that is still queued.
@@ -118,7 +119,7 @@ class RewardPool:
         return future
 
     def ask_again(self) -> None:
-        """Calls are made once more after so many timeouts in a row that none was: for the next batch."""
+        """Forget the timeouts in a row, so that the next batch is scored again."""
         self._timeouts = 0
 
     def close(self) -> None:
@@ -153,7 +154,15 @@ class RewardPool:
                 future.set_result(Score(0.0, "timeout", f"{self.spec}: {self._timeouts} calls in a row timed out"))
                 continue
             try:
-                process = process or self._start()
+                try:
+                    process = process or self._start()
+                    self._loads = True
+                except ValueError as error:
+                    if not self._loads:
+                        raise
+                    self._timeouts += 1  # what it needs is gone, for a time perhaps
+                    future.set_result(Score(0.0, "died", str(error)))
+                    continue
                 reply, passed = _ask(process, line, self.timeout_s)
                 self._timeouts = self._timeouts + 1 if passed else 0
                 if reply is not None:
