@@ -227,7 +227,7 @@ def test_a_replay_that_is_not_of_the_recorded_run_says_so(folder):
     for flags, message in (
         (["--seed", 2], r"error: --replay .*rollouts: step 1 holds no response to uid \d+, sample 0; --seed"),
         (["--num-steps", 4], r"error: --replay .*rollouts: step 4 was not recorded; --num-steps 3 works"),
-        (["--temperature", 0.5], rf"error: --temperature 0.5: must be the recorded run's, {TEMPERATURE}"),
+        (["--temperature", 0.9], rf"error: --temperature 0.9: must be the recorded run's, {TEMPERATURE}"),
         (["--replay", folder / "data"], r"error: --replay .*data: must hold step_N.parquet files"),
         (["--record", folder / "x"], r"error: --record .*x: has no effect with --replay"),
     ):
