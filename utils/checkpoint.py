@@ -99,7 +99,7 @@ def _digest(path: Path) -> str:
 
 
 def run_id(run: Path) -> str:
-    """What tells the run in this folder from all others; no run has "none", the id of a folder without one."""
+    """What tells the run in this folder from all others; "none" where there is no run yet."""
     file = run / "run_id"
     return file.read_text() if file.exists() else "none"
 

@@ -228,11 +228,10 @@ def _remedy(flags: dict, free: float, plan: Callable) -> str:
             chosen[name], missing = value, less  # what saves next to nothing is not worth its price
     for name in reversed(list(chosen)):  # what came later may have made it needless, or less of it enough
         fewer = {k: v for k, v in chosen.items() if k != name}
-        larger = (budget for _, budget in budgets if over(**fewer, max_tokens_per_gpu=budget) <= missing)
         if over(**fewer) <= missing:
             chosen = fewer
         elif name == "max_tokens_per_gpu":
-            chosen[name] = next(larger)
+            chosen[name] = next(budget for _, budget in budgets if over(**fewer, max_tokens_per_gpu=budget) <= missing)
     words = " ".join(flag(name, chosen) for name in chosen) or "no flag"
     need = max(sum(items.values()) for items in plan(**chosen)[1].values())
     if need <= (1 + MARGIN) * free:
