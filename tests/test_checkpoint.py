@@ -5,6 +5,8 @@ import re
 import resource
 from contextlib import contextmanager
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, make_model
@@ -12,11 +14,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hybrid_engine import Rollout
 from utils import tiny
-from utils.checkpoint import open_run, save_checkpoint
+from utils.checkpoint import _write_whole, open_run, save_checkpoint
 from utils.export import export_hf
 from utils.metrics import append_jsonl, read_jsonl
 from utils.models import load_policy, load_tokenizer
-from utils.replay import cut_record, open_record, record_rollouts
+from utils.replay import check_replayed, cut_record, open_record, record_rollouts
 
 ARGS = {"lr": 0.1, "seed": 1, "train_files": "a.parquet", "num_steps": 4, "max_tokens_per_gpu": 10}
 ARGS |= {"max_kl": 0.2, "min_entropy": 0.1}
@@ -55,9 +57,10 @@ def test_resuming_an_earlier_one_puts_the_later_ones_aside(run_dir):
 
 
 def test_auto_without_a_checkpoint_starts_afresh(tmp_path, process_group):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    assert reopen(tmp_path, "auto") == (None, 0)
-    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+    for _ in range(2):  # and a second time, where the first was killed before its first save
+        (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+        assert reopen(tmp_path, "auto", {**ARGS, "resume": "auto"}) == (None, 0)
+        assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
 def test_fault_44_what_may_change_and_what_may_not(run_dir):
@@ -135,6 +138,35 @@ def test_what_a_run_recorded_goes_with_its_log_and_anothers_stays(process_group,
         assert held() == ["step_1.parquet", "step_2.parquet"][:done]
 
 
+@pytest.mark.parametrize("parquet", [True, False])
+def test_a_recording_without_a_run_id_is_not_a_new_runs(tmp_path, process_group, parquet):
+    path = tmp_path / "rollouts/step_1.parquet"
+    path.parent.mkdir()
+    if parquet:
+        pq.write_table(pa.table({"uid": [1]}), path)
+    else:
+        path.write_text("no parquet")
+    with pytest.raises(
+        ValueError, match=r"--record .*: holds an earlier run's rollouts \(step_1.parquet\); give a new"
+    ):
+        open_record(str(path.parent), tmp_path / "new")
+
+
+def test_only_steps_to_come_must_be_recorded(tmp_path):
+    for step in (2, 3):
+        table = pa.table({"uid": [1]}).replace_schema_metadata({"temperature": "0.5"})
+        pq.write_table(table, tmp_path / f"step_{step}.parquet")
+    check_replayed(str(tmp_path), range(2, 4), 0.5)
+    for steps, said in (
+        (range(2, 6), "step 4 was not recorded; --num-steps 3 works"),
+        (range(1, 4), "step 1 was not recorded; a folder that holds it works"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_replayed(str(tmp_path), steps, 0.5)
+    with pytest.raises(ValueError, match=r"--temperature 0.6: must be the recorded run's, 0.5"):
+        check_replayed(str(tmp_path), range(3, 4), 0.6)
+
+
 @pytest.fixture
 def parts(process_group, tmp_path):
     how = {"master_dtype": torch.float32, "compute_dtype": torch.float32}
@@ -207,6 +239,14 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(tmp_path, parts, capsy
     assert re.search(r"step 2: NOT WRITTEN \(.*GiB are free there\).*whole one is .*step_1", capsys.readouterr().out)
     assert saved(tmp_path) == ["step_1"] and reopen(tmp_path, "auto")[1] == 1
     assert save(tmp_path, 3, parts, keep=1) and saved(tmp_path) == ["step_3"]
+
+
+def test_a_full_disk_leaves_the_flags_as_they_were(tmp_path):
+    file = tmp_path / "args.json"
+    file.write_text("before")
+    with full_disk(4096), pytest.raises(OSError):
+        _write_whole(file, "x" * 10_000)
+    assert file.read_text() == "before"
 
 
 def test_a_full_disk_leaves_no_half_an_export_and_says_so(tmp_path, parts, capsys):

@@ -3,9 +3,11 @@
 import re
 
 import pytest
+import torch
 from transformers import Qwen2Config
 
 from utils.memory import GIB, estimate, kv_bytes_per_token, kv_cache_needed, settle, size_of
+from utils.metrics import Metrics, peak_memory_gib
 from utils.preflight import flag
 
 SHAPES = {  # Qwen2.5: hidden, MLP, layers, heads, key-value heads, vocabulary, tied; parameters from its model card
@@ -69,6 +71,19 @@ def test_the_estimate_is_within_3_percent_of_the_peaks_measured(size, flags, gpu
     assert sum(update.values()) / GIB == pytest.approx(measured, rel=0.03)
 
 
+def test_a_recomputed_block_holds_itself_and_gradients_of_a_quarter_of_it():
+    block = estimate(FLAGS | CHECKPOINTED | AWAKE, [config("0.5b")], [], 1, 2)["update"]["logits or block"]
+    assert block == 1.25 * FLAGS["max_tokens_per_gpu"] * size_of(config("0.5b"), 2, True).saved
+
+
+def test_what_sleeps_is_not_in_the_peak(process_group):
+    cpu, metrics = torch.device("cpu"), Metrics()
+    metrics.start(1, cpu)
+    metrics.asleep_gib = 0.125
+    metrics.lap("sleep", cpu)
+    assert metrics.reduce()["perf/peak_mem_gib"] == pytest.approx(peak_memory_gib(cpu) - 0.125, abs=0.01)
+
+
 def settled(free_gib, size="0.5b", world=1, learners=1, **flags):
     return settle(FLAGS | flags, [config(size)] * learners, [], world, 0, free_gib * GIB, True)[0]
 
@@ -117,6 +132,11 @@ def test_a_cache_that_does_not_fit_beside_the_weights_is_smaller():
     }),
     (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 4096}, {"kv_cache_gib": 0}),
     (30, {"kv_cache_gib": 28.0}, {"kv_cache_gib": 0, "activation_checkpointing": True}),  # two phases are over
+    (11, {"sleep": "none", "kv_cache_gib": 2.0, "max_tokens_per_gpu": 1280}, {"sleep": "auto"}),
+    (10, {"max_num_seqs": 4096, "prompts_per_step": 512, "max_tokens_per_gpu": 640}, {"max_num_seqs": 1024}),
+    (9.8, {"max_response_len": 8064, "max_tokens_per_gpu": 16384, "max_num_seqs": 8}, {
+        "activation_checkpointing": True, "max_tokens_per_gpu": 8192,  # one sequence
+    }),
     (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 640, "sleep": "none"}, {"kv_cache_gib": 0}),
 ])  # fmt: skip
 def test_what_cannot_fit_is_refused_with_flags_that_make_room(free, flags, changes):
@@ -131,11 +151,12 @@ def test_what_no_flag_makes_fit_needs_more_gpus():
         settled(8, "7b")
 
 
-def test_a_reward_models_micro_batch_holds_a_pair_after_the_remedy_too():
+@pytest.mark.parametrize("free, words", [(8, "make room"), (7, "leave 9 GiB")])  # 8: by less than MARGIN
+def test_a_reward_models_micro_batch_holds_a_pair_after_the_remedy_too(free, words):
     absent = ("prompts_per_step", "group_size", "minibatch_size", "max_num_seqs", "kv_cache_gib", "sleep", "replay")
     flags = {k: v for k, v in FLAGS.items() if k not in absent} | {"pairs_per_step": 64}
-    with pytest.raises(ValueError, match=r"--activation-checkpointing --max-tokens-per-gpu \d+ .*would") as caught:
-        settle(flags, [config("1.5b")], [], 1, 0, 9 * GIB, True)
+    with pytest.raises(ValueError, match=rf"--max-tokens-per-gpu \d+ --offload all would {words}") as caught:
+        settle(flags, [config("1.5b")], [], 1, 0, free * GIB, True)
     assert int(re.search(r"--max-tokens-per-gpu (\d+)", str(caught.value))[1]) >= 2 * (128 + 512)
 
 

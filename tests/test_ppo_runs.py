@@ -128,6 +128,7 @@ def test_fault_09_the_end_of_a_response_is_worth_nothing(tmp_path):
     responses = table.to_pylist()
     for i, row in enumerate(responses):
         row["finish_reason"] = ("stop", "length")[i % 2]
+        row["judged"] = i not in (3, 6)  # these are left out of everything
     (tmp_path / "rollouts").mkdir()
     pq.write_table(pa.Table.from_pylist(responses, table.schema), tmp_path / "rollouts/step_1.parquet")
     start(
@@ -137,15 +138,21 @@ def test_fault_09_the_end_of_a_response_is_worth_nothing(tmp_path):
         "--update-epochs", 1, "--kl-coef", 0, "--gae-lambda", 1, "--value-clip", 0, "--bootstrap-truncated",
         "--max-prompt-len", 16, "--max-response-len", 12, "--save-every", 0, "--export-hf", "off",
     )  # fmt: skip
-    errors = []
-    for row in responses:
+    errors, before, scores = [], [], []
+    for row in (row for row in responses if row["judged"]):
         with torch.no_grad():
             hidden = critic.base_model(torch.tensor([row["prompt_ids"] + row["response_ids"]])).last_hidden_state[0]
         values = critic.score(hidden)[len(row["prompt_ids"]) - 1 :, 0]
         end = values[-1] if row["finish_reason"] == "length" else 0.0
         errors.append(values[:-1] - (row["score"] + end))
-    expected = 0.5 * torch.cat(errors).square().mean().item()
-    assert rows(tmp_path / "run")[0]["value/loss"] == pytest.approx(expected, rel=1e-4)
+        before.append(values[:-1])
+        scores.append(row["score"])
+    figures, errors_N, before_N = rows(tmp_path / "run")[0], torch.cat(errors), torch.cat(before)
+    assert figures["value/loss"] == pytest.approx(0.5 * errors_N.square().mean().item(), rel=1e-4)
+    assert figures["value/mean"] == pytest.approx(before_N.mean().item(), rel=1e-4)
+    explained = 1 - (errors_N.var() / (before_N - errors_N).var()).item()
+    assert figures["value/explained_var"] == pytest.approx(explained, rel=1e-3)
+    assert figures["reward/return"] == pytest.approx(np.mean(scores), rel=1e-4)
 
 
 def test_replayed_is_recorded_to_the_bit(folder):

@@ -432,14 +432,18 @@ def test_a_judge_that_stalled_is_asked_again_for_the_next_batch(tmp_path):
 
 
 def test_a_worker_that_cannot_load_again_is_an_answer_without_a_score(tmp_path):
-    source = "def f(response, row): return time.sleep(60 * (response == 'slow')) or 1"
-    (tmp_path / "loads.py").write_text(f"import time\nopen('{tmp_path}/server')\n{source}")
+    source = f"import time\nopen('{tmp_path}/starts', 'a').write('x')\nopen('{tmp_path}/server')\n"
+    source += "def f(response, row): return time.sleep(60 * (response == 'slow')) or 1"
+    (tmp_path / "loads.py").write_text(source)
     (tmp_path / "server").touch()
     with RewardPool(f"{tmp_path}/loads.py:f", 1, 0.2) as pool:
         assert pool.submit("quick", ROW).result(60).value == 1
         (tmp_path / "server").unlink()
-        assert [pool.submit(text, ROW).result(60).error for text in ("slow", "quick")] == ["timeout", "died"]
+        errors = [pool.submit("slow", ROW).result(60).error for _ in range(2 * TIMEOUTS_IN_A_ROW)]
+        assert errors[:2] == ["timeout", "died"] and all(errors)
+        assert len((tmp_path / "starts").read_text()) == TIMEOUTS_IN_A_ROW  # not one for every response
         (tmp_path / "server").touch()
+        pool.ask_again()
         assert pool.submit("quick", ROW).result(60).value == 1
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -236,6 +237,47 @@ def test_a_replay_that_is_not_of_the_recorded_run_says_so(folder):
         assert result.returncode == 1 and re.search(message, result.stderr), result.stderr[-2000:]
         assert "Traceback" not in result.stderr
         assert not (folder / name / "metrics.jsonl").exists()  # before anything was trained
+
+
+@pytest.mark.slow
+def test_a_resumed_replay_needs_only_the_steps_to_come(folder):
+    shutil.copytree(folder / "rollouts", folder / "later")
+    (folder / "later/step_1.parquet").unlink()
+    line = [*command(folder, "later run"), "--replay", folder / "later"]
+    result = run([sys.executable, *line, "--resume", folder / "straight/checkpoints/step_1"])
+    assert result.returncode == 0, result.stderr[-4000:]
+    straight = weights(folder / "straight")
+    assert all(np.array_equal(tensor, straight[name]) for name, tensor in weights(folder / "later run").items())
+
+
+@pytest.mark.slow
+def test_a_judge_that_is_gone_at_the_last_evaluation_ends_no_run(folder):
+    log = folder / "judge gone/metrics.jsonl"
+    (folder / "judge.py").write_text(
+        f"from pathlib import Path\ndef f(response, row):\n    log = Path({str(log)!r})\n"
+        "    assert not (log.exists() and '\"step\": 1' in log.read_text()), 'gone'\n    return 1.0\n"
+    )
+    line = [*command(folder, "judge gone"), "--num-steps", 2, "--eval-reward", f"{folder}/judge.py:f"]
+    result = run([sys.executable, *line, "--export-hf", "off", "--save-every", 0])
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "failed on all responses of the evaluation at step 2" in result.stderr
+    assert "mean score 1.00 -> nan on 200 held-out prompts" in result.stdout
+    assert "eval/score" not in rows(folder / "judge gone")[-1]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_cuts_its_own_record_and_another_run_may_not_use_it(folder):
+    kept, quick = folder / "kept", ["--num-steps", 1, "--eval-every", 0, "--export-hf", "off"]
+    line = [*command(folder, "cut"), "--record", kept, *quick]
+    result = run([sys.executable, *line, "--save-every", 1])
+    assert result.returncode == 0, result.stderr[-3000:]
+    shutil.copyfile(kept / "step_1.parquet", kept / "step_9.parquet")  # beyond the checkpoint
+    result = run([sys.executable, *line, "--resume", "auto"])
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert [path.name for path in kept.iterdir()] == ["step_1.parquet"]
+    result = run([sys.executable, *command(folder, "fresh"), "--record", kept])
+    assert result.returncode == 1 and re.search(r"error: --record .*: holds an earlier run's rollouts", result.stderr)
+    assert not (folder / "fresh").exists()
 
 
 def test_fault_44_resumed_is_straight_to_the_bit(folder):
