@@ -221,9 +221,10 @@ def _remedy(flags: dict, free: float, plan: Callable) -> str:
     longest *= 2 if "pairs_per_step" in flags else 1
     budgets = [("max_tokens_per_gpu", tokens >> k) for k in range(1, 20) if tokens >> k >= longest]
     tries = [("sleep", "auto"), ("kv_cache_gib", 0), ("max_num_seqs", max(1, flags.get("max_num_seqs", 1) // 4))]
-    tries += [("compile", True), ("activation_checkpointing", True), *budgets, ("offload", "optimizer")]
+    tries += [("compile", True), ("activation_checkpointing", True), *budgets]
+    tries += [("offload", "optimizer"), ("offload", "all")]
     chosen, missing = {}, over()
-    for name, value in [*tries, ("offload", "all")]:
+    for name, value in tries:
         if missing and name in flags and (less := over(**(chosen | {name: value}))) < missing - 0.01 * free:
             chosen[name], missing = value, less  # what saves next to nothing is not worth its price
     for name in reversed(list(chosen)):  # what came later may have made it needless, or less of it enough

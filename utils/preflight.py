@@ -102,7 +102,7 @@ def check_lengths(flags: dict, positions: int, sequences: int = 1) -> None:
     longest = flags["max_prompt_len"] + flags["max_response_len"]
     if longest > positions:
         left = positions - flags["max_prompt_len"]
-        works = f"{left} works" if left > 0 else f"--max-prompt-len {positions // 2} leaves room for one"
+        works = f"{left} works" if left > 0 else f"--max-prompt-len {positions // 2} leaves room for a response"
         raise ValueError(
             f"{flag('max_response_len', flags)}: with {flag('max_prompt_len', flags)} goes beyond the model's "
             f"{positions} positions; {works}"
