@@ -348,7 +348,7 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> tuple[list, li
     check_minibatch(flags)
     check_guards(flags)
     check_lengths(flags, config.max_position_embeddings)
-    check_engine(config, args.tensor_parallel_size, world_size)
+    check_engine(config, args.tensor_parallel_size, world_size, args.sleep in ("kv", "all"))
     frozen = [config] if args.kl_coef else []
     if args.ref_model:
         frozen = [check_sibling(args.ref_model, "--ref-model", tokenizer, longest)]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from utils.dist import all_gather, seed_for, stop
-from utils.memory import expand_segments
+from utils.memory import expandable_segments
 from utils.reshard import Bucket, Unit, plan_exchange, record_plan, transfer
 
 
@@ -63,11 +63,13 @@ class SyncReport:
     received_bytes: int  # of which: from other ranks' shards
 
 
-def check_engine(config, tensor_parallel_size: int, world_size: int) -> None:
-    """Refuse a tensor-parallel size that cannot be laid over these ranks or this model.
+def check_engine(config, tensor_parallel_size: int, world_size: int, sleep_mode: bool) -> None:
+    """Refuse a tensor-parallel size that cannot be laid over these ranks or this model, and a setting sleep forbids.
 
     Raises: ValueError naming a value that works.
     """
+    if sleep_mode and (setting := expandable_segments()):
+        raise ValueError(f"--sleep: {setting} breaks vLLM's memory pool; leave it out, or --sleep none")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
 
@@ -207,12 +209,10 @@ class HybridEngine:
             # Splitting a sequence for attention pays when few, long ones fill no GPU; it costs up to what was measured.
             if max_model_len <= 128 + 2048:
                 settings["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": 1}
-        expand_segments(False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about vLLM's own use of torch
             self.vllm = _import_vllm()
             self.llm = self.vllm.LLM(**{**settings, **vllm_args})
-        expand_segments(True)
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         # vLLM's CPU worker replaces set_num_threads by a no-op and overwrites LOCAL_WORLD_SIZE.
         torch.set_num_threads = set_num_threads

@@ -178,13 +178,6 @@ def test_sleep_gives_memory_back_and_wake_and_sync_restore_the_engine(engine, pr
     engine.sync_weights(policy)
     before = generate(engine, temperature=0.0)
     weights = sum(p.nbytes for p in engine.model().parameters())
-    growing = [s for s in torch.cuda.memory_snapshot() if s["is_expandable"]]
-
-    def grows(tensor: torch.Tensor) -> bool:
-        return any(0 <= tensor.data_ptr() - s["address"] < s["total_size"] for s in growing)
-
-    assert not any(grows(p) for p in engine.model().parameters())
-    assert all(grows(p.to_local()) for p in policy.parameters())
     for what, at_least in (("kv", 0.9 * 2**30), ("all", 0.9 * (2**30 + weights))):
         free, allocated = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
         given = engine.sleep(what) * 2**30

@@ -290,8 +290,8 @@ def test_the_trainers_thread_count_survives_the_engine(engine):
 @pytest.mark.parametrize("size, world, message", [(3, 3, "4 attention heads"), (2, 3, "3 ranks"), (0, 2, "1, 2 works")])
 def test_tensor_parallel_sizes_that_cannot_work(path, size, world, message):
     with pytest.raises(ValueError, match=message):
-        check_engine(load_config(path), size, world)
-    check_engine(load_config(path), 4, 8)  # two key-value heads, each held twice
+        check_engine(load_config(path), size, world, False)
+    check_engine(load_config(path), 4, 8, False)  # two key-value heads, each held twice
 
 
 @pytest.mark.parametrize("engine_name, rows, named", [

@@ -22,20 +22,16 @@ from utils.preflight import flag
 
 GIB = 2**30
 BUCKET_BYTES = GIB  # of whole parameters whose parts a weight sync exchanges at once: what it costs in memory, twice
-OTHER = 2.5 * GIB  # of cuBLAS, NCCL and CUDA graphs, once they run; measured on two GPUs with graphs for 480 sequences
+OTHER = 1.5 * GIB  # CUDA context, cuBLAS and NCCL workspaces
 MARGIN = 0.15  # an estimate this far above what is free may still be wrong
 
 
-def expand_segments(on: bool) -> None:
-    """Whether torch's allocator grows its segments, where the environment does not forbid it (expandable_segments).
-
-    On to train, or what lives on between large blocks (gradients, moments) leaves gaps too small for the next ones.
-    Off while vLLM starts, whose pool for what sleeps, and whose graphs that other ranks write into, cannot be in them.
-    """
-    chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if torch.cuda.is_available() and "expandable_segments:False" not in chosen:
-        others = [part for part in chosen.split(",") if part and not part.startswith("expandable_segments")]
-        torch.cuda.memory._set_allocator_settings(",".join([*others, f"expandable_segments:{on}"]))
+def expandable_segments() -> str:
+    """The setting, if it is made, of torch's allocator under which vLLM cannot sleep."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:True" in os.environ.get(name, ""):
+            return f"{name}={os.environ[name]}"
+    return ""
 
 
 @dataclass
@@ -205,7 +201,7 @@ def _choose(
         settled["sleep"] = "none"
     elif has_engine and flags["sleep"] == "auto":
         fits = [how for how in ("none", "kv") if sum(phases(sleep=how)["update"].values()) < safe or not on_cuda]
-        settled["sleep"] = fits[0] if fits else "all"
+        settled["sleep"] = "none" if expandable_segments() else fits[0] if fits else "all"
     if has_engine and not flags["kv_cache_gib"]:  # less is slower, and still right
         least = kv_bytes_per_token(learners[0], flags["tensor_parallel_size"], element) / GIB
         least *= 16 * (flags["max_prompt_len"] + flags["max_response_len"])

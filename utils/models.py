@@ -22,7 +22,6 @@ from transformers.utils import logging as transformers_logging
 
 from utils.dist import fail_together, seed_for
 from utils.forward import PolicyModel, ScalarModel
-from utils.memory import expand_segments
 from utils.model_files import check_vocabulary, weights_damage
 
 LOGIT_KNOBS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
@@ -171,7 +170,6 @@ def _load(
         live on the host, blocks visit the device. fill: initialises what is missing from the folder, returns what still
         is.
     """
-    expand_segments(True)
     saved_dtype = config.dtype or torch.float32
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     with init_empty_weights(include_buffers=False):  # parameters on meta; buffers (rotary tables) real
