@@ -48,8 +48,8 @@ import tyro
 
 from hybrid_engine import HybridEngine, Sampling, check_engine
 from utils import tiny
-from utils.checkpoint import load_checkpoint, open_run, save_checkpoint
-from utils.data import load_prompts, step_uids
+from utils.checkpoint import load_checkpoint, save_checkpoint
+from utils.data import step_uids
 from utils.dist import (
     asked_to_stop,
     broadcast,
@@ -65,8 +65,9 @@ from utils.dist import (
 from utils.export import export_hf
 from utils.forward import logprobs_of, values_of
 from utils.guards import check_finite, crossed, log_event, mean_over_ranks, note, roll_back
+from utils.jsonl import append_jsonl, read_jsonl
 from utils.memory import ledger, plan_memory
-from utils.metrics import Metrics, Progress, append_jsonl, explained_variance, mismatch, read_jsonl, speed
+from utils.metrics import Metrics, Progress, explained_variance, mismatch, speed
 from utils.model_files import end_of_sequence_ids
 from utils.models import (
     check_sibling,
@@ -79,7 +80,9 @@ from utils.optim import begin_micro_batch, make_adamw, optimizer_step
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_guards, check_lengths, check_minibatch
+from utils.prompts import load_prompts
 from utils.replay import Replay, check_replay, check_replayed, cut_record, open_record, record_rollouts
+from utils.run_folder import open_run
 from utils.scoring import Scorer, check_reward_models, check_scoring
 from utils.watchdog import watch
 

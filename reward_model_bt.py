@@ -39,7 +39,7 @@ import torch.nn.functional as F
 import tyro
 
 from utils import tiny
-from utils.checkpoint import load_checkpoint, open_run, save_checkpoint
+from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.data import step_uids
 from utils.dist import (
     all_gather,
@@ -54,8 +54,9 @@ from utils.dist import (
 )
 from utils.export import export_hf, set_safe_pad
 from utils.guards import check_finite, note
+from utils.jsonl import append_jsonl, read_jsonl
 from utils.memory import plan_memory
-from utils.metrics import Metrics, Progress, append_jsonl, read_jsonl
+from utils.metrics import Metrics, Progress
 from utils.model_files import end_of_sequence_ids
 from utils.models import load_config, load_scalar, load_tokenizer
 from utils.optim import begin_micro_batch, make_adamw, optimizer_step
@@ -63,6 +64,7 @@ from utils.packing import pack, plan_together, to_device
 from utils.plot import plot_runs
 from utils.preferences import load_pairs
 from utils.preflight import check_divides, check_flags, check_lengths
+from utils.run_folder import open_run
 from utils.tiny_pairs import ensure_pairs
 from utils.watchdog import watch
 

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hybrid_engine import Rollout
 from utils import tiny
-from utils.checkpoint import _write_whole, open_run, save_checkpoint
+from utils.checkpoint import save_checkpoint
 from utils.export import export_hf
-from utils.metrics import append_jsonl, read_jsonl
+from utils.jsonl import append_jsonl, read_jsonl
 from utils.models import load_policy, load_tokenizer
 from utils.replay import check_replayed, cut_record, open_record, record_rollouts
+from utils.run_folder import _write_whole, open_run
 
 ARGS = {"lr": 0.1, "seed": 1, "train_files": "a.parquet", "num_steps": 4, "max_tokens_per_gpu": 10}
 ARGS |= {"max_kl": 0.2, "min_entropy": 0.1}

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from utils import data as data_module
 from utils import make_data
-from utils.data import PromptData, encode_prompt, epoch_order, find_overlong, overlong_error, step_uids
+from utils.data import PromptData, epoch_order, step_uids
 from utils.make_data import gsm8k_row
+from utils.prompts import encode_prompt, find_overlong, overlong_error
 
 ROOT = Path(__file__).parents[1]
 GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k"

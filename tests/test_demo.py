@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, run
 
-from utils.metrics import read_jsonl
+from utils.jsonl import read_jsonl
 
 
 def demo(run_dir, seed):

@@ -21,7 +21,7 @@ LIMIT_S = 600
 
 GRPO, PPO, RM, ENGINE = "grpo_fsdp.py", "ppo_fsdp.py", "reward_model_bt.py", "hybrid_engine.py"
 FORWARD, HEAD, PACKING, SCORING = "utils/forward.py", "utils/head.py", "utils/packing.py", "utils/scoring.py"
-CHECKPOINT, DATA, REWARDS = "utils/checkpoint.py", "utils/data.py", "utils/rewards.py"
+CHECKPOINT, RUN_FOLDER, DATA, REWARDS = (f"utils/{name}.py" for name in ("checkpoint", "run_folder", "data", "rewards"))
 EXPORT = "utils/export.py"
 
 EQUAL, OPTIM = "equivalence/test_equivalence.py", "utils/optim.py"
@@ -218,7 +218,7 @@ FAULTS: dict[int, list[tuple]] = {
         ("test_data.py", (DATA, 'np.random.default_rng(seed_for("epoch_order", seed, epoch))', "np.random")),
         ("test_data.py", (DATA, "[int(epoch_order(n, seed, i // n)[i % n])",
                           "[int(epoch_order(n, seed, start // n)[i % n])")),
-        ("test_checkpoint.py", (CHECKPOINT, 'state["data"].get(name, fingerprint) != fingerprint', "False")),
+        ("test_checkpoint.py", (RUN_FOLDER, 'state["data"].get(name, fingerprint) != fingerprint', "False")),
     ],
 }  # fmt: skip
 NUMBERS: dict[str, list[int]] = {}  # of each test file

@@ -21,7 +21,7 @@ from test_runs import rows, weights
 from utils import tiny
 from utils.dist import seed_for
 from utils.guards import check_finite, crossed, mean_over_ranks, note
-from utils.metrics import append_jsonl, read_jsonl
+from utils.jsonl import append_jsonl, read_jsonl
 from utils.optim import optimizer_step
 from utils.tiny_pairs import make_pairs
 

@@ -13,10 +13,11 @@ from conftest import ROOT, SHARED, needs_shared, torchrun
 from tokenizers import processors
 
 from utils import make_data
-from utils.data import PromptData, encode_prompt
+from utils.data import PromptData
 from utils.make_data import hh_row
 from utils.packing import pack
 from utils.preferences import FIXES, Pair, Tokens, check_rows, encode_response, load_pairs
+from utils.prompts import encode_prompt
 from utils.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()  # one token per byte

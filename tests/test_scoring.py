@@ -13,11 +13,13 @@ from workers.scoring_ranks import Replay
 
 from hybrid_engine import Rollout
 from utils import tiny
-from utils.data import PromptData, encode_prompt
+from utils.data import PromptData
 from utils.export import export_hf
-from utils.metrics import Metrics, read_jsonl
+from utils.jsonl import read_jsonl
+from utils.metrics import Metrics
 from utils.models import load_scalar, load_tokenizer, same_vocabulary
 from utils.preferences import encode_response
+from utils.prompts import encode_prompt
 from utils.scoring import Scorer, check_reward_models
 
 USER, ASSISTANT = ({"role": role, "content": "hi"} for role in ("user", "assistant"))

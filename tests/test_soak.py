@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 from conftest import ROOT, user_env
 
-from utils.metrics import read_jsonl
+from utils.jsonl import read_jsonl
 
 STEPS, WARM = 500, 100
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from utils.checkpoint import damage_of, load_checkpoint, saved_in
 from utils.dist import all_gather, broadcast, stop, sum_over_ranks
-from utils.metrics import append_jsonl
+from utils.jsonl import append_jsonl
 from utils.optim import Parts
 
 Seen = list[tuple[list[int], dict[str, torch.Tensor]]]  # of micro-batches: indices of its rows, [b] or [b, R] of them

@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import tyro
 
-from utils.metrics import read_jsonl
+from utils.jsonl import read_jsonl
 
 PANELS = {  # key -> title; a panel is drawn where some run has the key
     "eval/score": "held-out score",

@@ -12,8 +12,9 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from utils.data import PromptData, encode_prompt
+from utils.data import PromptData
 from utils.dist import all_gather, fail_together
+from utils.prompts import encode_prompt
 
 # What may be wrong with a column of a row: what to do about it.
 FIXES = {

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine import Rollout, Sampling, SyncReport
-from utils.checkpoint import run_id
 from utils.data import PromptData
 from utils.dist import all_gather, broadcast, stop
+from utils.run_folder import run_id
 
 COLUMNS = pa.schema([
     ("uid", pa.int64()), ("sample", pa.int64()), ("prompt_ids", pa.list_(pa.int64())),

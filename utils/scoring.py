@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from utils.data import PromptData, encode_prompt, find_overlong
+from utils.data import PromptData
 from utils.dist import all_gather, stop
-from utils.metrics import Metrics, append_jsonl
+from utils.jsonl import append_jsonl
+from utils.metrics import Metrics
 from utils.models import ScalarModel, check_positions, load_config, load_scalar, load_tokenizer, same_vocabulary
 from utils.packing import pack, plan_together, to_device
 from utils.preferences import Tokens, encode_response
+from utils.prompts import encode_prompt, find_overlong
 from utils.reward_pool import RewardPool, check_reward, rules_of
 from utils.rewards import parse_rewards
 
