@@ -39,6 +39,7 @@ from typing import Literal
 import numpy as np
 import torch
 import tyro
+from torch import Tensor
 
 from hybrid_engine import HybridEngine, Sampling, check_engine
 from utils import tiny
@@ -59,19 +60,17 @@ from utils.dist import (
 from utils.export import export_hf
 from utils.forward import logprobs_of
 from utils.guards import check_finite, crossed, log_event, mean_over_ranks, note, roll_back
-from utils.jsonl import append_jsonl, read_jsonl
 from utils.memory import ledger, plan_memory
 from utils.metrics import Metrics, Progress, mismatch, speed
 from utils.model_files import end_of_sequence_ids
 from utils.models import check_sibling, load_config, load_policy, load_tokenizer
 from utils.optim import begin_micro_batch, make_adamw, optimizer_step
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
-from utils.plot import plot_runs
 from utils.preflight import check_divides, check_flags, check_guards, check_lengths, check_minibatch
 from utils.prompts import load_prompts
 from utils.replay import Replay, check_replay, check_replayed, cut_record, open_record, record_rollouts
-from utils.run_folder import open_run
-from utils.scoring import Scorer, check_reward_models, check_scoring
+from utils.run_folder import close_run, find_checkpoint, open_run
+from utils.scoring import check_reward_models, check_scorers, open_scorers
 from utils.watchdog import watch
 
 
@@ -235,7 +234,7 @@ TINY = {"minibatch_size": 256, "clip_high": 0.28}  # over the values that all sc
 # ---- the algorithm: pure functions, tensors in and out --------------------------------------------------------------
 
 
-def group_advantages(scores_B: torch.Tensor, judged_B: torch.Tensor, group_size: int, scale: bool) -> torch.Tensor:
+def group_advantages(scores_B: Tensor, judged_B: Tensor, group_size: int, scale: bool) -> Tensor:
     """Advantage of each response over its group: (R - mean_g) / std_g, or R - mean_g without `scale`.
 
     Shapes: [B] prompt-major -> [B] float32; judged_B: bool, whether there is a score at all.
@@ -258,12 +257,8 @@ def group_advantages(scores_B: torch.Tensor, judged_B: torch.Tensor, group_size:
 
 # [shared: losses]
 def policy_loss(
-    logprobs_BR: torch.Tensor,
-    old_logprobs_BR: torch.Tensor,
-    advantages_BR: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logprobs_BR: Tensor, old_logprobs_BR: Tensor, advantages_BR: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Clipped surrogate loss of each token, its probability ratio, and whether the clip cut its gradient off.
 
     Shapes: all [B, R]; advantages may be [B, 1].
@@ -276,8 +271,8 @@ def policy_loss(
 
 
 def correction_weights(
-    old_logprobs_BR: torch.Tensor, rollout_logprobs_BR: torch.Tensor, mask_BR: torch.Tensor, kind: str, cap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    old_logprobs_BR: Tensor, rollout_logprobs_BR: Tensor, mask_BR: Tensor, kind: str, cap: float
+) -> tuple[Tensor, Tensor]:
     """Importance weights of each token, pi_old of the trainer over that of the engine, and which responses to keep.
 
     token-tis: w_t = min(pi_old / pi_engine, cap) (truncated importance sampling; Yao et al. 2025, "Your efficient RL
@@ -292,9 +287,7 @@ def correction_weights(
     return weight_B[:, None].expand_as(log_ratio_BR), weight_B <= cap
 
 
-def kl_loss(
-    logprobs_BR: torch.Tensor, old_logprobs_BR: torch.Tensor, ref_logprobs_BR: torch.Tensor, estimator: str
-) -> torch.Tensor:
+def kl_loss(logprobs_BR: Tensor, old_logprobs_BR: Tensor, ref_logprobs_BR: Tensor, estimator: str) -> Tensor:
     """KL(policy || reference) of each sampled token: the estimator's value, the reverse KL's gradient.
 
     Shapes: all [B, R]. Units: nats per token.
@@ -377,23 +370,18 @@ def main(args: Args) -> None:
             args = replace(args, **tiny.flags(asdict(args), DEFAULTS, made, TINY, show=rank == 0))
         with fail_together():
             config, tokenizer = load_config(args.model), load_tokenizer(args.model)
-            trained, frozen = check_args(args, world, config, tokenizer)
+            configs = check_args(args, world, config, tokenizer)
             eos_token_ids = end_of_sequence_ids(args.model, config, tokenizer)
         data = load_prompts(args.train_files, "--train-files", tokenizer, args.max_prompt_len)
         val = []
         if args.val_files and not args.replay:  # there is nothing to evaluate with
             val = load_prompts(args.val_files, "--val-files", tokenizer, args.max_prompt_len)
         num_steps = args.num_steps or math.ceil(args.num_epochs * len(data) / args.prompts_per_step)
-        with fail_together():
-            if not args.replay:
-                check_scoring(args.reward, "--reward", tokenizer, data, args.reward_timeout_s)
-            if val:
-                examined = (args.eval_reward, "--eval-reward") if args.eval_reward else (args.reward, "--reward")
-                check_scoring(*examined, tokenizer, val, args.reward_timeout_s)
+        check_scorers(asdict(args), tokenizer, data, val)
         auto = "bfloat16" if device.type == "cuda" else "float32"
         args = replace(args, dtype=auto if args.dtype == "auto" else args.dtype)
         run_dir = Path(args.run_dir or broadcast(f"runs/{Path(__file__).stem}_{time.strftime('%Y%m%d_%H%M%S')}"))
-        settled, memory = plan_memory(asdict(args), trained, frozen, world, len(val))
+        settled, memory = plan_memory(asdict(args), *configs, world, len(val))
         args = replace(args, **settled)
     # [/shared]
 
@@ -415,15 +403,13 @@ def main(args: Args) -> None:
         torch.distributed.destroy_process_group()
         return
     with one_line_errors():
-        with fail_together():
-            open_record(args.record, run_dir)
         record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
-        checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
-        if done > num_steps:
-            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done} or more")
+        checkpoint, done = find_checkpoint(run_dir, args.resume, num_steps, *record)
         with fail_together():
             check_replayed(args.replay, range(done + 1, num_steps + 1), args.temperature)
+            open_record(args.record, run_dir)
             cut_record(args.record, done)
+        open_run(run_dir, checkpoint, done, asdict(args), __file__)
 
     # vLLM first: it measures free memory, and reseeds the global generators. Its weights are dummies until the sync.
     engine = (
@@ -458,35 +444,30 @@ def main(args: Args) -> None:
     if checkpoint:
         with one_line_errors():
             state |= load_checkpoint(checkpoint, parts)
-    scoring = {"engine": engine, "tokenizer": tokenizer, "mesh": mesh, "dtype": dtype, "workers": args.reward_workers}
-    scoring |= {"timeout_s": args.reward_timeout_s, "max_tokens": args.max_tokens_per_gpu}
+    # [shared: start]
     with one_line_errors():
-        scorer = engine if args.replay else Scorer(args.reward, **scoring)
-        # [shared: start]
-        examiner = Scorer(args.eval_reward, **scoring, flag="--eval-reward") if args.eval_reward and val else scorer
+        scorer, examiner = open_scorers(asdict(args), engine, tokenizer, mesh, dtype, evaluating=bool(val))
     greedy = Sampling(temperature=0.0, max_tokens=args.max_response_len, logprobs=False)
     samples = run_dir / "rollouts.jsonl"
-    progress = Progress(run_dir.name, done, num_steps, show=rank == 0)
+    progress = Progress(run_dir, done, num_steps, show=rank == 0)
 
     metrics = Metrics()
     with metrics.timed("sync", device):
         engine.sync_weights(policy)
     if val and args.eval_every and done == 0:
         examiner.evaluate(val, 0, greedy, metrics, samples)
-        figures = metrics.reduce()
-        if rank == 0:
-            append_jsonl(run_dir / "metrics.jsonl", {"step": 0, **figures})
-        progress.update(figures, steps=0)
+        progress.log(0, metrics.reduce())
 
-    metrics, stopping, last = Metrics(), False, True  # a run that is done already only exports once more
+    metrics, saved, last = Metrics(), None, True  # a run that is done already only exports once more
     finish_on_sigterm()
+    # [/shared]
     for step in range(done + 1, num_steps + 1):
+        # [shared: rollout and score]
         metrics.start(step, device)
 
         # ---- 1 rollout ----
         uids = step_uids(len(data), args.seed, step, args.prompts_per_step)[rank * P : (rank + 1) * P]
-        sampling = Sampling(args.temperature, args.max_response_len)
-        rollouts = scorer.rollout(data, uids, G, step, sampling)
+        rollouts = scorer.rollout(data, uids, G, step, Sampling(args.temperature, args.max_response_len))
         metrics.lap("rollout", device)
         if args.sleep != "none":
             metrics.asleep_gib = engine.sleep(args.sleep)
@@ -564,7 +545,7 @@ def main(args: Args) -> None:
                     begin_micro_batch(policy, k == len(plan) - 1)
                     packed, rows_b = pack([rollouts[i] for i in part], device), to_device(part, device)
                     logprobs_N, entropy_N = policy(packed, args.temperature)
-                    tokens = len(logprobs_N)
+                    tokens = len(packed.target_N)
                     logprobs_bR = packed.to_padded(logprobs_N, len(part), R)
                     old_logprobs_bR = old_logprobs_BR[rows_b] if use_old else logprobs_bR.detach()
                     mask_bR = mask_BR[rows_b]
@@ -648,8 +629,7 @@ def main(args: Args) -> None:
         metrics.add("reward/all_right_frac", (equal_P & right_P).sum(), P)
         metrics.add("reward/all_wrong_frac", (equal_P & ~right_P).sum(), P)
         # [shared: log and evaluate]
-        for key, value in mismatch(first_logprobs_BR, rollout_logprobs_BR, audited_BR).items():
-            metrics.add(key, value)
+        metrics.add_each(mismatch(first_logprobs_BR, rollout_logprobs_BR, audited_BR))
         metrics.add("reward/score", (scores_B * judged_B).sum(), judged_B.sum())
         metrics.add("reward/error_frac", (~judged_B).sum(), B)
         metrics.add("reward/timeout_frac", scorer.num_timeouts, B)
@@ -657,18 +637,15 @@ def main(args: Args) -> None:
         metrics.add("rollout/truncated_frac", truncated_B.sum(), B)
         metrics.lap("log", device)
         pace = speed(learners, policy, rollouts, minibatches_done * minibatch_size / num_responses, metrics.seconds)
-        for key, value in (pace | ledger(parts, engine, metrics.grown)).items():
-            metrics.add(key, value)
+        metrics.add_each(pace | ledger(parts, engine, metrics.grown))
         last = step == num_steps
         if val and args.eval_every and (step % args.eval_every == 0 or last):
             with metrics.timed("eval", device):
                 examiner.evaluate(val, step, greedy, metrics, samples)
         figures = metrics.reduce()
-        if rank == 0:
-            append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})
+        progress.log(step, figures)
         for event in crossed(figures, asdict(args)):
             log_event(run_dir, step, *event)
-        progress.update(figures)
         metrics = Metrics()  # saving comes after the step is logged, so its time stands with the next step
         stopping = asked_to_stop()
         # [/shared]
@@ -683,18 +660,11 @@ def main(args: Args) -> None:
     # ---- the end ----
     # [shared: end]
     progress.close()
-    if stopping and not last and rank == 0:
-        what = "--resume auto goes on from there" if args.save_every and saved else "nothing was saved of it"
-        print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; {what}")
-    if args.export_hf != "off" and (last or not stopping) and not export_hf(run_dir / "hf", policy, tokenizer):
+    if args.export_hf != "off" and last and not export_hf(run_dir / "hf", policy, tokenizer):
         stop("the run is done and its export is not written; make room; --resume auto writes it, if --save-every saved")
-    if rank == 0:
-        logged = read_jsonl(run_dir / "metrics.jsonl")  # nothing, where a run that was done was exported elsewhere
-        curves = plot_runs([run_dir], run_dir / "curves.png") if logged else "none"
-        evals = [row.get("eval/score", math.nan) for row in logged if "eval/error_frac" in row]
-        word = "accuracy" if (args.eval_reward or args.reward) in ("tiny", "gsm8k") else "mean score"
-        change = f"{word} {evals[0]:.2f} -> {evals[-1]:.2f} on {len(val)} held-out prompts, " if evals else ""
-        print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")
+    ended = num_steps if last else step, num_steps, saved
+    word = "accuracy" if (args.eval_reward or args.reward) in ("tiny", "gsm8k") else "mean score"
+    close_run(run_dir, began, *ended, "eval/score", word, f"{len(val)} held-out prompts")
     scorer.close()
     examiner.close()
     engine.close()

@@ -54,17 +54,15 @@ from utils.dist import (
 )
 from utils.export import export_hf, set_safe_pad
 from utils.guards import check_finite, note
-from utils.jsonl import append_jsonl, read_jsonl
 from utils.memory import plan_memory
 from utils.metrics import Metrics, Progress
 from utils.model_files import end_of_sequence_ids
 from utils.models import load_config, load_scalar, load_tokenizer
 from utils.optim import begin_micro_batch, make_adamw, optimizer_step
 from utils.packing import pack, plan_together, to_device
-from utils.plot import plot_runs
 from utils.preferences import load_pairs
 from utils.preflight import check_divides, check_flags, check_lengths
-from utils.run_folder import open_run
+from utils.run_folder import close_run, find_checkpoint, open_run
 from utils.tiny_pairs import ensure_pairs
 from utils.watchdog import watch
 
@@ -185,7 +183,7 @@ def held_out_figures(chosen_B: np.ndarray, rejected_B: np.ndarray) -> dict[str, 
     Shapes: [B] float64 each. Units: scores are log-odds.
     """
     margin_B = chosen_B - rejected_B
-    # DETAIL: a right choice means r_chosen > r_rejected, whatever the row's margin; a tie is wrong.
+    # DETAIL: a right choice means r_chosen > r_rejected, whatever the row's margin; a tie is wrong, because it is none.
     right_B = margin_B > 0
     low, high = wilson(int(right_B.sum()), len(right_B))
     both = np.concatenate([chosen_B, rejected_B])
@@ -284,9 +282,8 @@ def main(args: Args) -> None:
         return
     with one_line_errors():
         record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
-        checkpoint, done = open_run(run_dir, args.resume, *record, __file__)
-        if done > num_steps:
-            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {done} already; {done} or more")
+        checkpoint, done = find_checkpoint(run_dir, args.resume, num_steps, *record)
+        open_run(run_dir, checkpoint, done, asdict(args), __file__)
 
     with one_line_errors():
         model = load_scalar(
@@ -310,7 +307,7 @@ def main(args: Args) -> None:
     if checkpoint:
         with one_line_errors():
             load_checkpoint(checkpoint, parts)
-    progress = Progress(run_dir.name, done, num_steps, show=rank == 0)
+    progress = Progress(run_dir, done, num_steps, show=rank == 0)
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
@@ -331,11 +328,10 @@ def main(args: Args) -> None:
 
     if val and args.eval_every and done in (0, num_steps):  # at the end for the scores' scale, which is exported
         figures = evaluate()
-        if rank == 0 and done == 0:
-            append_jsonl(run_dir / "metrics.jsonl", {"step": 0, **figures})
-        progress.update(figures, steps=0)
+        if done == 0:
+            progress.log(0, figures)
 
-    metrics, stopping, last = Metrics(), False, True  # a run that is done already only exports once more
+    metrics, saved, last = Metrics(), None, True  # a run that is done already only exports once more
     finish_on_sigterm()
     for step in range(done + 1, num_steps + 1):
         metrics.start(step, device)
@@ -387,10 +383,7 @@ def main(args: Args) -> None:
         if val and args.eval_every and (step % args.eval_every == 0 or last or (saving and args.export_hf == "every")):
             with metrics.timed("eval", device):
                 held_out = evaluate()
-        figures = metrics.reduce() | held_out
-        if rank == 0:
-            append_jsonl(run_dir / "metrics.jsonl", {"step": step, **figures})
-        progress.update(figures)
+        progress.log(step, metrics.reduce() | held_out)
         metrics = Metrics()  # saving comes after the step is logged, so its time stands with the next step
         if saving:
             with metrics.timed("save", device):
@@ -402,21 +395,10 @@ def main(args: Args) -> None:
 
     # ---- the end ----
     progress.close()
-    if stopping and not last and rank == 0:
-        what = "--resume auto goes on from there" if args.save_every and saved else "nothing was saved of it"
-        print(f"{run_dir.name}: stopped by SIGTERM after step {step} of {num_steps}; {what}")
-    if args.export_hf != "off" and (last or not stopping) and not export_hf(run_dir / "hf", model, tokenizer):
+    if args.export_hf != "off" and last and not export_hf(run_dir / "hf", model, tokenizer):
         stop("the run is done and its export is not written; make room; --resume auto writes it, if --save-every saved")
-    if rank == 0:
-        logged = read_jsonl(run_dir / "metrics.jsonl")  # nothing, where a run that was done was exported elsewhere
-        curves = plot_runs([run_dir], run_dir / "curves.png") if logged else "none"
-        evals = [row for row in logged if "eval/accuracy" in row]
-        change = ""
-        if evals:
-            first, final = evals[0]["eval/accuracy"], evals[-1]["eval/accuracy"]
-            interval = f"{evals[-1]['eval/accuracy_low']:.2f} to {evals[-1]['eval/accuracy_high']:.2f}"
-            change = f"accuracy {first:.2f} -> {final:.2f} ({interval}) on {len(val)} held-out pairs, "
-        print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")
+    ended = num_steps if last else step, num_steps, saved
+    close_run(run_dir, began, *ended, "eval/accuracy", "accuracy", f"{len(val)} held-out pairs")
     torch.distributed.destroy_process_group()
 
 

@@ -19,7 +19,7 @@ from utils.export import export_hf
 from utils.jsonl import append_jsonl, read_jsonl
 from utils.models import load_policy, load_tokenizer
 from utils.replay import check_replayed, cut_record, open_record, record_rollouts
-from utils.run_folder import _write_whole, open_run
+from utils.run_folder import _write_whole, find_checkpoint, open_run
 
 ARGS = {"lr": 0.1, "seed": 1, "train_files": "a.parquet", "num_steps": 4, "max_tokens_per_gpu": 10}
 ARGS |= {"max_kl": 0.2, "min_entropy": 0.1}
@@ -40,8 +40,10 @@ def run_dir(tmp_path, process_group):
     return tmp_path
 
 
-def reopen(run_dir, resume, args=ARGS, data=DATA):
-    return open_run(run_dir, resume, args, data, str(ROOT / "grpo_fsdp.py"))
+def reopen(run_dir, resume, args=ARGS, data=DATA, num_steps=20):
+    found = find_checkpoint(run_dir, resume, num_steps, args, data)
+    open_run(run_dir, *found, args, str(ROOT / "grpo_fsdp.py"))
+    return found
 
 
 def test_auto_takes_the_newest_whole_checkpoint_and_cuts_the_log_back(run_dir):
@@ -55,6 +57,17 @@ def test_resuming_an_earlier_one_puts_the_later_ones_aside(run_dir):
     assert reopen(run_dir, str(earlier)) == (earlier, 2)
     assert reopen(run_dir, "auto") == (earlier, 2)  # not step_10 of the branch that was left
     assert (run_dir / "checkpoints/step_10.old/state.json").exists()  # nothing is lost
+
+
+def test_a_resume_that_is_refused_changes_nothing(run_dir):
+    def files():
+        return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+    before, earlier = files(), str(run_dir / "checkpoints/step_4")
+    for more in ({"num_steps": 3}, {"args": ARGS | {"lr": 1.0}}, {"data": dict.fromkeys(DATA, "other")}):
+        with pytest.raises(ValueError, match="--"):
+            reopen(run_dir, earlier, **more)
+    assert files() == before
 
 
 def test_auto_without_a_checkpoint_starts_afresh(tmp_path, process_group):

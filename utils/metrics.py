@@ -1,4 +1,4 @@
-"""Metrics of a step: (sum, count) over micro-batches and ranks, reduced once; the progress bar.
+"""Metrics of a step: (sum, count) over micro-batches and ranks, reduced once; their log and the progress bar.
 
 Keys are `family/quantity[_stat]`, families rollout reward policy value rm optim time perf eval data.
 """
@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from utils.dist import all_gather
 from utils.forward import attention_shape
+from utils.jsonl import append_jsonl
 from utils.watchdog import say
 
 
@@ -37,6 +39,11 @@ class Metrics:
             total = total.detach().double()
         old_total, old_count = self._mean.get(key, (0.0, 0.0))
         self._mean[key] = (old_total + total, old_count + count)
+
+    def add_each(self, figures: dict[str, float]) -> None:
+        """Add one observation of each key."""
+        for key, value in figures.items():
+            self.add(key, value)
 
     def add_max(self, key: str, value: float | torch.Tensor) -> None:
         """Add one candidate; the step's figure is the largest."""
@@ -197,16 +204,21 @@ SHOWN = {  # on the progress bar
 
 
 class Progress:
-    """A tqdm bar on rank 0 with the figures that matter; silent elsewhere."""
+    """metrics.jsonl, and a tqdm bar with the figures that matter; of rank 0 alone."""
 
-    def __init__(self, name: str, done: int, total: int, show: bool):
-        self.bar = tqdm(desc=name, initial=done, total=total, unit="step", disable=not show, dynamic_ncols=True)
+    def __init__(self, run_dir: Path, done: int, total: int, show: bool):
+        how = {"unit": "step", "disable": not show, "dynamic_ncols": True}
+        self.bar = tqdm(desc=run_dir.name, initial=done, total=total, **how)
+        self.file, self.show = run_dir / "metrics.jsonl", show
         self.last: dict[str, float] = {}
 
-    def update(self, figures: dict[str, float], steps: int = 1) -> None:
+    def log(self, step: int, figures: dict[str, float]) -> None:
+        """Write the step's line of metrics.jsonl and move the bar on; step 0 is what was evaluated before the first."""
+        if self.show:
+            append_jsonl(self.file, {"step": step, **figures})
         self.last.update(figures)
         self.bar.set_postfix({word: f"{self.last[key]:.3g}" for key, word in SHOWN.items() if key in self.last})
-        self.bar.update(steps)
+        self.bar.update(min(step, 1))
 
     def close(self) -> None:
         self.bar.close()

@@ -61,6 +61,16 @@ def check_flags(flags: dict, default: dict, idle: list[tuple[str, bool, str]]) -
                 raise ValueError(f"{flag(name, flags)}: has no effect with {cause}; leave it out")
     if flags["resume"] == "auto" and not flags["run_dir"]:
         raise ValueError("--resume auto: needs the --run-dir to look in; --run-dir runs/NAME")
+    for name in (n for n in ("gamma", "gae_lambda") if n in flags):
+        if not 0 <= flags[name] <= 1:
+            raise ValueError(f"{flag(name, flags)}: must be from 0 to 1; {default[name]} works")
+    if 0 < flags.get("dual_clip", 0.0) <= 1:
+        raise ValueError(f"{flag('dual_clip', flags)}: must be above 1, or 0 for no bound; 3.0 works")
+    if flags.get("kl_controller") == "horizon":
+        responses = flags["prompts_per_step"] * flags["group_size"]
+        if flags["kl_horizon"] < responses:
+            rule = f"must be at least the step's {responses} responses; 10000 works"
+            raise ValueError(f"{flag('kl_horizon', flags)}: {rule}")
 
 
 def check_divides(flags: dict, name: str, world_size: int) -> None:

@@ -1,11 +1,14 @@
 """The run folder: made or entered again, with what runs written down; and the checkpoint that the run goes on from."""
 
 import json
+import math
 import os
 import secrets
 import shlex
 import shutil
 import sys
+import time
+from collections.abc import Callable
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import torch.distributed as dist
 
 from utils.checkpoint import checked_state, saved_in, step_of
 from utils.dist import broadcast, fail_together
-from utils.jsonl import cut_jsonl
+from utils.jsonl import cut_jsonl, read_jsonl
+from utils.plot import plot_runs
 
 MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what was trained so far
     "run_dir", "resume", "num_steps", "num_epochs", "save_every", "keep_checkpoints", "checksums", "eval_every",
@@ -24,19 +28,30 @@ MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what wa
 }  # fmt: skip
 
 
-def open_run(run_dir: Path, resume: str, args: dict, data: dict, script: str) -> tuple[Path | None, int]:
-    """Create or re-enter the run folder and record what runs; returns the checkpoint to resume from, and its step.
+def find_checkpoint(run_dir: Path, resume: str, num_steps: int, args: dict, data: dict) -> tuple[Path | None, int]:
+    """The checkpoint that the run goes on from and its step, or None and 0 (collective). It changes nothing.
 
-    Writes args.json, command.txt, env.txt and code/. On resume cuts metrics.jsonl, events.jsonl and rollouts.jsonl back
-    to the step, and renames checkpoints beyond it.
     Args: args: flag values; data: fingerprints by the name of their flag.
     Raises: ValueError for a used folder without --resume, a missing checkpoint, or flags or data that may not change.
     """
-    found = None, 0
+    return _by_rank_0(run_dir, lambda: _find_checkpoint(run_dir, resume, num_steps, args, data))
+
+
+def open_run(run_dir: Path, checkpoint: Path | None, done: int, args: dict, script: str) -> None:
+    """Create or re-enter the run folder and record what runs (collective).
+
+    Writes args.json, command.txt, env.txt and code/. With a checkpoint, of step `done`, cuts metrics.jsonl,
+    events.jsonl and rollouts.jsonl back to that, and renames checkpoints beyond it.
+    """
+    _by_rank_0(run_dir, lambda: _open_run(run_dir, checkpoint, done, args, script))
+
+
+def _by_rank_0(run_dir: Path, act: Callable):
+    found = None
     with fail_together():
         if dist.get_rank() == 0:
             try:
-                found = _open_run(run_dir, resume, args, data, script)
+                found = act()
             except OSError as error:
                 raise ValueError(f"--run-dir {run_dir}: cannot be written ({error}); give a folder of yours") from error
     return broadcast(found)
@@ -69,7 +84,7 @@ def _began_from(run: Path) -> Path | None:
     return Path(named)
 
 
-def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tuple[Path | None, int]:
+def _find_checkpoint(run: Path, resume: str, num_steps: int, args: dict, data: dict) -> tuple[Path | None, int]:
     checkpoint, step = None, 0
     saved = saved_in(run)
     if resume == "auto":
@@ -102,12 +117,19 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
             if state["data"].get(name, fingerprint) != fingerprint:  # a replay records no held-out rows
                 rule = "holds other rows than the resumed run's; use the same files, or start a new run"
                 raise ValueError(f"--{name} {args[name.replace('-', '_')]}: {rule}")
-        for abandoned in (p for p in saved if step_of(p) > step):  # else a later --resume auto would go on from it
+        if step > num_steps:
+            raise ValueError(f"--num-steps {num_steps}: the checkpoint is at step {step} already; {step} or more")
+    return checkpoint, step
+
+
+def _open_run(run: Path, checkpoint: Path | None, done: int, args: dict, script: str) -> None:
+    if checkpoint is not None:
+        for abandoned in (p for p in saved_in(run) if step_of(p) > done):  # a later --resume auto would go on from it
             shutil.rmtree(f"{abandoned}.old", ignore_errors=True)
             abandoned.rename(f"{abandoned}.old")
     run.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "events.jsonl", "rollouts.jsonl"):
-        cut_jsonl(run / name, step if checkpoint is not None else -1)
+        cut_jsonl(run / name, done if checkpoint is not None else -1)
     start = checkpoint.resolve() if checkpoint is not None else run.resolve()
     began = {} if start.is_relative_to(run.resolve()) else {"resume": str(start)}
     _write_whole(run / "args.json", json.dumps(args | began, indent=2) + "\n")
@@ -123,4 +145,26 @@ def _open_run(run: Path, resume: str, args: dict, data: dict, script: str) -> tu
         target = run / "code" / source.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    return checkpoint, step
+
+
+def close_run(
+    run_dir: Path, began: float, done: int, num_steps: int, saved: Path | None, key: str, word: str, rows: str
+) -> None:
+    """Draw the curves and say how the run ended: after which step, where not the last; its first and last `key`.
+
+    Args: began: time.perf_counter() when the run did; saved: the last step's checkpoint, if there is one; word, rows:
+        what the line calls the figure `key`, and what it was evaluated on.
+    """
+    if dist.get_rank():
+        return
+    if done < num_steps:
+        what = "--resume auto goes on from there" if saved else "nothing was saved of it"
+        print(f"{run_dir.name}: stopped by SIGTERM after step {done} of {num_steps}; {what}")
+    logged = read_jsonl(run_dir / "metrics.jsonl")  # nothing, where a run that was done was exported elsewhere
+    curves, change = plot_runs([run_dir], run_dir / "curves.png") if logged else "none", ""
+    if evals := [row for row in logged if any(name.startswith("eval/") for name in row)]:
+        first, final = (row.get(key, math.nan) for row in (evals[0], evals[-1]))
+        low, high = (evals[-1].get(f"{key}_{end}") for end in ("low", "high"))
+        interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
+        change = f"{word} {first:.2f} -> {final:.2f}{interval} on {rows}, "
+    print(f"{run_dir.name}: {change}{time.perf_counter() - began:.0f} s; curves: {curves}")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from utils.data import PromptData
-from utils.dist import all_gather, stop
+from utils.dist import all_gather, fail_together, stop
 from utils.jsonl import append_jsonl
 from utils.metrics import Metrics
 from utils.models import ScalarModel, check_positions, load_config, load_scalar, load_tokenizer, same_vocabulary
@@ -92,6 +92,15 @@ def check_scoring(spec: str, flag: str, tokenizer, data: PromptData, timeout_s: 
             except ValueError as error:
                 rule = "its tokenizer must encode every prompt; a reward model trained on --model's family works"
                 raise ValueError(f"{flag} model:{path}: {rule} ({error})") from error
+
+
+def check_scorers(flags: dict, tokenizer, data: PromptData, val: PromptData | list) -> None:
+    """`check_scoring` of what the run will score: training rows unless replayed, held-out ones if any (collective)."""
+    examined = ("eval_reward", "--eval-reward") if flags["eval_reward"] else ("reward", "--reward")
+    with fail_together():
+        for rows, (name, flag) in ((data if not flags["replay"] else [], ("reward", "--reward")), (val, examined)):
+            if rows:
+                check_scoring(flags[name], flag, tokenizer, rows, flags["reward_timeout_s"])
 
 
 def load_reward_models(
@@ -240,3 +249,15 @@ class Scorer:
         """End the rules' worker processes."""
         if self.pool is not None:
             self.pool.close()
+
+
+def open_scorers(
+    flags: dict, engine: "HybridEngine", tokenizer, mesh: DeviceMesh, dtype: torch.dtype, evaluating: bool
+) -> tuple:
+    """What samples and scores training responses, and what evaluates: of a replay its records (collective)."""
+    how = {"dtype": dtype, "workers": flags["reward_workers"], "timeout_s": flags["reward_timeout_s"]}
+    how |= {"max_tokens": flags["max_tokens_per_gpu"], "normalize": flags.get("normalize_scores", False)}
+    scorer = engine if flags["replay"] else Scorer(flags["reward"], engine, tokenizer, mesh, **how)
+    if not (flags["eval_reward"] and evaluating):
+        return scorer, scorer
+    return scorer, Scorer(flags["eval_reward"], engine, tokenizer, mesh, **how, flag="--eval-reward")

@@ -249,9 +249,8 @@ def flags(given: dict, default: dict, made: dict[str, str], own: dict, show: boo
     """
     table = {k: v for k, v in {**DEFAULTS, **own, **made}.items() if k in given}
     dropped = []
-    if given[
-        "train_files"
-    ]:  # other rows than this task's: its held-out sums, its reward, its steps do not belong to them
+    # other rows than this task's: its held-out sums, its reward, its steps do not belong to them
+    if given["train_files"]:
         dropped += ["val_files", "reward", "num_steps", "num_epochs", "eval_every"]
     if given["num_epochs"] != default["num_epochs"]:
         dropped.append("num_steps")
