@@ -213,6 +213,9 @@ class HybridEngine:
             warnings.simplefilter("ignore")  # about vLLM's own use of torch
             self.vllm = _import_vllm()
             self.llm = self.vllm.LLM(**{**settings, **vllm_args})
+        if type(self.model()).__name__.startswith("Transformers"):
+            rule = "vLLM has no code of its own for it, and changes transformers' classes, which the trainer uses"
+            stop(f"--model {model_path}: {rule}; a Qwen or Llama model works")
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         # vLLM's CPU worker replaces set_num_threads by a no-op and overwrites LOCAL_WORLD_SIZE.
         torch.set_num_threads = set_num_threads

@@ -69,7 +69,7 @@ from utils.guards import check_finite, crossed, log_event, mean_over_ranks, note
 from utils.memory import ledger, plan_memory
 from utils.metrics import Metrics, Progress, explained_variance, mismatch, speed
 from utils.model_files import end_of_sequence_ids
-from utils.models import check_sibling, load_config, load_policy, load_scalar, load_tokenizer
+from utils.models import check_sibling, load_config, load_policy, load_scalar, load_tokenizer, positions_of
 from utils.optim import begin_micro_batch, make_adamw, optimizer_step
 from utils.packing import mask_from_lengths, pack, pad_rows, plan_together, to_device
 from utils.preflight import check_divides, check_flags, check_guards, check_lengths, check_minibatch
@@ -443,7 +443,7 @@ def check_args(args: Args, world_size: int, config, tokenizer) -> tuple[list, li
     check_divides(flags, "prompts_per_step", world_size)
     check_minibatch(flags)
     check_guards(flags)
-    check_lengths(flags, config.max_position_embeddings)
+    check_lengths(flags, positions_of(config))
     check_engine(config, args.tensor_parallel_size, world_size, args.sleep in ("kv", "all"))
     frozen = [config] if args.kl_coef else []
     if args.ref_model:

@@ -57,7 +57,7 @@ from utils.guards import check_finite, note
 from utils.memory import plan_memory
 from utils.metrics import Metrics, Progress
 from utils.model_files import end_of_sequence_ids
-from utils.models import load_config, load_scalar, load_tokenizer
+from utils.models import load_config, load_scalar, load_tokenizer, positions_of
 from utils.optim import begin_micro_batch, make_adamw, optimizer_step
 from utils.packing import pack, plan_together, to_device
 from utils.preferences import load_pairs
@@ -256,7 +256,7 @@ def main(args: Args) -> None:
             args = replace(args, **tiny.flags(asdict(args), DEFAULTS, made, TINY, show=rank == 0))
         with fail_together():
             config, tokenizer = load_config(args.model, head="any"), load_tokenizer(args.model)
-            check_args(args, world, config.max_position_embeddings)
+            check_args(args, world, positions_of(config))
             pad_id = set_safe_pad(tokenizer, config, end_of_sequence_ids(args.model, config, tokenizer))
         lengths = args.max_prompt_len, args.max_response_len, args.overlong
         data = load_pairs(args.train_files, "--train-files", tokenizer, *lengths)

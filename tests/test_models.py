@@ -1,5 +1,8 @@
 """The packed forward against plain transformers: log-probs, entropy and gradients."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import make_model, sequences
@@ -7,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from utils import head, models
-from utils.models import load_config, load_policy
+from utils.models import load_config, load_policy, positions_of
 from utils.optim import begin_micro_batch
 from utils.packing import pack
 
@@ -38,6 +41,7 @@ families = pytest.mark.parametrize(
         ("llama", False, {}),
         ("sliding", True, {}),
         ("phi", False, {}),  # a bias on the head, and dropout
+        ("opt", True, {}),  # dropout as a function, of a rate that is no module's
         ("gpt2", True, {}),  # absolute positions: a shift of a whole sequence changes its numbers
     ],
 )
@@ -62,6 +66,8 @@ def compare(process_group, tmp_path, family, tie, options, temperature):
         family, sizes = "qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     if family == "phi":
         sizes = {"resid_pdrop": 0.5, "embd_pdrop": 0.5}
+    if family == "opt":
+        sizes = {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5, "ffn_dim": 256, "word_embed_proj_dim": 128}
     path = make_model(tmp_path / "m", family, tie, **sizes)
     reference, logprobs, entropies = plain(path, temperature)
     policy = load_policy(str(path), process_group, master_dtype=torch.float32, compute_dtype=torch.float32, **options)
@@ -75,9 +81,10 @@ def compare(process_group, tmp_path, family, tie, options, temperature):
     expected = {name: param.grad for name, param in reference.named_parameters()}
     got = {models.hf_name(name): param.grad.full_tensor() for name, param in policy.named_parameters()}
     assert got.keys() == expected.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
     for name, gradient in expected.items():
-        scale = gradient.abs().max().item()
-        torch.testing.assert_close(got[name], gradient, atol=2e-5 * scale, rtol=1e-5, msg=name)
+        scale = max(gradient.abs().max().item(), 1e-2 * largest)  # a bias of keys has none, but for rounding
+        torch.testing.assert_close(got[name], gradient, atol=2e-5 * scale, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_the_window_of_a_sliding_model_matters(process_group, tmp_path):
@@ -124,6 +131,20 @@ def test_refuses_models_it_would_compute_wrongly(tmp_path):
     path = make_model(tmp_path / "m", final_logit_softcapping=30.0)
     with pytest.raises(ValueError, match="final_logit_softcapping"):
         load_config(str(path))
+    path = make_model(tmp_path / "hybrid") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_types": ["conv", "full_attention"]}))
+    with pytest.raises(ValueError, match="its conv layers would carry one packed sequence into the next"):
+        load_config(str(path.parent))
+
+
+@pytest.mark.parametrize("kind, nested, positions", [
+    ("longrope", False, 64), ("longrope", True, 64), ("dynamic", False, 64), ("yarn", False, 512),
+])  # fmt: skip
+def test_positions_end_where_a_table_of_rope_would_change(kind, nested, positions):
+    rope = {"rope_type": kind, "original_max_position_embeddings": 64}
+    each = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}} if nested else rope
+    assert positions_of(SimpleNamespace(max_position_embeddings=512, rope_parameters=each)) == positions
+    assert positions_of(SimpleNamespace(max_position_embeddings=512)) == 512
 
 
 def test_a_folder_whose_weights_do_not_fill_the_model_is_refused(process_group, tmp_path):

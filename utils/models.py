@@ -1,5 +1,6 @@
 """Load a Hugging Face model onto FSDP2 shards: configuration, tokenizer, weights, and what is refused of each."""
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -59,6 +60,10 @@ def load_config(path: str, flag: str = "--model", head: Literal["lm", "scalar", 
     for knob in LOGIT_KNOBS:
         if getattr(config, knob, None) not in (None, 1.0):
             raise ValueError(f"{name}: {knob} is not computed by the packed head; a Qwen or Llama model works")
+    layers = {*(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])}
+    if others := layers - {"full_attention", "sliding_attention", "attention"}:
+        rule = f"its {sorted(others)[0]} layers would carry one packed sequence into the next"
+        raise ValueError(f"{name}: {rule}; a Qwen or Llama model works")
     kinds = config.architectures or []
     is_lm = all(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
     is_scalar = has_scalar_head(config)
@@ -93,11 +98,24 @@ def same_vocabulary(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
     return first == second
 
 
+def positions_of(config: PreTrainedConfig) -> int:
+    """Tokens of the longest sequence that the packed forward computes right.
+
+    Where RoPE's table depends on the length, all of a packed row take that of its longest sequence: then only as far as
+    the first table goes.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = [rope, *(own for own in rope.values() if isinstance(own, dict))]  # some have one for each kind of layer
+    moving = [own for own in each if own.get("rope_type") in ("longrope", "dynamic")]
+    ends = [own.get("original_max_position_embeddings") or math.inf for own in moving]
+    return min([config.max_position_embeddings, *ends])
+
+
 def check_positions(path: str, flag: str, config: PreTrainedConfig, longest: int) -> None:
     """Refuse a model with fewer positions than `longest`, prompt + response in tokens. Raises: ValueError."""
-    if config.max_position_embeddings < longest:
+    if (positions := positions_of(config)) < longest:
         raise ValueError(
-            f"{named(flag, path)}: has {config.max_position_embeddings} positions, and must have those of "
+            f"{named(flag, path)}: has {positions} positions, and must have those of "
             f"--max-prompt-len + --max-response-len; a model with {longest} or more works"
         )
 
@@ -177,9 +195,11 @@ def _load(
     if not lm._supports_attention_backend:
         raise ValueError(f"{named(flag, path)}: {type(lm).__name__} takes no attention function; Qwen2 or Llama works")
     model = wrapper(lm, saved_dtype).train(trainable).requires_grad_(trainable)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # DETAIL: no dropout, because it would make old and new log-probs differ by noise
+    for module in model.modules():  # rates are nn.Dropout's p, or floats that forward hands to F.dropout
+        # DETAIL: no dropout, because it would make old and new log-probs differ by noise
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or isinstance(module, nn.Dropout)):
+                setattr(module, name, 0.0)
     if activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]

@@ -18,7 +18,15 @@ from utils.data import PromptData
 from utils.dist import all_gather, fail_together, stop
 from utils.jsonl import append_jsonl
 from utils.metrics import Metrics
-from utils.models import ScalarModel, check_positions, load_config, load_scalar, load_tokenizer, same_vocabulary
+from utils.models import (
+    ScalarModel,
+    check_positions,
+    load_config,
+    load_scalar,
+    load_tokenizer,
+    positions_of,
+    same_vocabulary,
+)
 from utils.packing import pack, plan_together, to_device
 from utils.preferences import Tokens, encode_response
 from utils.prompts import encode_prompt, find_overlong
@@ -116,7 +124,7 @@ def load_reward_models(
         config, own = model.lm.config, load_tokenizer(path)
         same = _reads_the_same(own, tokenizer)
         mean, std = (config.score_mean, config.score_std) if normalize else (0.0, 1.0)
-        models.append(RewardModel(model, weight, None if same else own, config.max_position_embeddings, mean, std))
+        models.append(RewardModel(model, weight, None if same else own, positions_of(config), mean, std))
     return models
 
 
