@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import tyro
 from conftest import ROOT, run
+from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 import grpo_fsdp
 import ppo_fsdp
@@ -370,6 +371,17 @@ def test_the_script_prints_that_line_and_exits_with_1(tmp):
     assert [line for line in result.stderr.splitlines() if line.startswith("error:")] == [
         "error: --group-size 1: must be 2 or more, one response has no group to compare with; 8 works"
     ]
+
+
+def test_a_model_that_vllm_runs_through_transformers_own_classes_is_refused(tmp):
+    """vLLM changes those classes, in this process, and the trainer would not load."""
+    shutil.copytree(tmp / "model", tmp / "backend", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 261}
+    config = Starcoder2Config(num_attention_heads=2, num_key_value_heads=2, eos_token_id=0, bos_token_id=None, **sizes)
+    Starcoder2ForCausalLM(config).save_pretrained(tmp / "backend")
+    result = run([sys.executable, "grpo_fsdp.py", *base(tmp), "--model", tmp / "backend"], OMP_NUM_THREADS="1")
+    assert result.returncode == 1
+    assert re.fullmatch(r"error: --model .*: vLLM has no code of its own for it.*", result.stderr.splitlines()[-1])
 
 
 def test_two_ranks_stop_together_on_what_one_of_them_finds(tmp):
