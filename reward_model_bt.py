@@ -183,7 +183,8 @@ def held_out_figures(chosen_B: np.ndarray, rejected_B: np.ndarray) -> dict[str, 
     Shapes: [B] float64 each. Units: scores are log-odds.
     """
     margin_B = chosen_B - rejected_B
-    # DETAIL: a right choice means r_chosen > r_rejected, whatever the row's margin; a tie is wrong, because it is none.
+    # DETAIL: a right choice means r_chosen > r_rejected, whatever the row's margin; a tie counts as wrong,
+    # because nothing was chosen.
     right_B = margin_B > 0
     low, high = wilson(int(right_B.sum()), len(right_B))
     both = np.concatenate([chosen_B, rejected_B])

@@ -59,7 +59,7 @@ def test_resuming_an_earlier_one_puts_the_later_ones_aside(run_dir):
     assert (run_dir / "checkpoints/step_10.old/state.json").exists()  # nothing is lost
 
 
-def test_a_resume_that_is_refused_changes_nothing(run_dir):
+def test_a_resume_refused_for_its_flags_or_data_changes_nothing(run_dir):
     def files():
         return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 

@@ -111,7 +111,9 @@ def test_where_gaps_between_tensors_may_be_too_much_the_table_says_so(tokens, ti
     """As measured: with 204 sequences of 640 tokens a micro-batch 7B trained on two GPUs, with 228 it did not."""
     flags = FLAGS | CHECKPOINTED | {"max_tokens_per_gpu": tokens, "prompts_per_step": 128}
     table = settle(flags, [config("7b")], [], 2, 0, 135.9 * GIB, True)[1]
-    assert ("tight" in table) == tight
+    assert ("tight: the update may not fit" in table) == tight
+    flags |= {"kv_cache_gib": 75.0, "max_tokens_per_gpu": 640}  # a full rollout has no such gaps
+    assert "tight" not in settle(flags, [config("7b")], [], 2, 0, 135.9 * GIB, True)[1]
 
 
 def test_a_sync_on_several_ranks_holds_what_is_exchanged():
@@ -133,17 +135,17 @@ def test_a_cache_that_does_not_fit_beside_the_weights_is_smaller():
 
 @pytest.mark.parametrize("free, flags, changes", [
     (60, {"size": "1.5b"}, {"activation_checkpointing": True}),
-    (40, {"compile": False}, {"compile": True}),
-    (10, {}, {"activation_checkpointing": True, "max_tokens_per_gpu": 16384}),
+    (43, {"compile": False}, {"compile": True}),
+    (10.8, {}, {"activation_checkpointing": True, "max_tokens_per_gpu": 16384}),
     (60, {"size": "7b"}, {"activation_checkpointing": True, "offload": "all"}),
-    (80, {"size": "7b", "world": 8, "learners": 2}, {
+    (86, {"size": "7b", "world": 8, "learners": 2}, {
         "activation_checkpointing": True, "max_tokens_per_gpu": 16384, "offload": "optimizer",
     }),
     (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 4096}, {"kv_cache_gib": 0}),
     (30, {"kv_cache_gib": 28.0}, {"kv_cache_gib": 0, "activation_checkpointing": True}),  # two phases are over
-    (11, {"sleep": "none", "kv_cache_gib": 2.0, "max_tokens_per_gpu": 1280}, {"sleep": "auto"}),
-    (10, {"max_num_seqs": 4096, "prompts_per_step": 512, "max_tokens_per_gpu": 640}, {"max_num_seqs": 1024}),
-    (9.8, {"max_response_len": 8064, "max_tokens_per_gpu": 16384, "max_num_seqs": 8}, {
+    (11.6, {"sleep": "none", "kv_cache_gib": 2.0, "max_tokens_per_gpu": 1280}, {"sleep": "auto"}),
+    (10.8, {"max_num_seqs": 4096, "prompts_per_step": 512, "max_tokens_per_gpu": 640}, {"max_num_seqs": 1024}),
+    (10.6, {"max_response_len": 8064, "max_tokens_per_gpu": 16384, "max_num_seqs": 8}, {
         "activation_checkpointing": True, "max_tokens_per_gpu": 8192,  # one sequence
     }),
     (30, {"kv_cache_gib": 40.0, "max_tokens_per_gpu": 640, "sleep": "none"}, {"kv_cache_gib": 0}),
@@ -156,11 +158,11 @@ def test_what_cannot_fit_is_refused_with_flags_that_make_room(free, flags, chang
 
 
 def test_what_no_flag_makes_fit_needs_more_gpus():
-    with pytest.raises(ValueError, match=r"--activation-.* --offload all would leave 4\d GiB: more GPUs are needed"):
+    with pytest.raises(ValueError, match=r"--offload all would leave 4\d GiB, and more GPUs are needed"):
         settled(8, "7b")
 
 
-@pytest.mark.parametrize("free, words", [(8, "make room"), (7, "leave 9 GiB")])  # 8: by less than MARGIN
+@pytest.mark.parametrize("free, words", [(8, "leave 9 GiB, which may fit"), (7, "leave 9 GiB, and more GPUs")])
 def test_a_reward_models_micro_batch_holds_a_pair_after_the_remedy_too(free, words):
     absent = ("prompts_per_step", "group_size", "minibatch_size", "max_num_seqs", "kv_cache_gib", "sleep", "replay")
     flags = {k: v for k, v in FLAGS.items() if k not in absent} | {"pairs_per_step": 64}

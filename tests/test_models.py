@@ -133,7 +133,7 @@ def test_refuses_models_it_would_compute_wrongly(tmp_path):
         load_config(str(path))
     path = make_model(tmp_path / "hybrid") / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_types": ["conv", "full_attention"]}))
-    with pytest.raises(ValueError, match="its conv layers would carry one packed sequence into the next"):
+    with pytest.raises(ValueError, match="its conv layers are not computed right where sequences are packed"):
         load_config(str(path.parent))
 
 

@@ -1,7 +1,7 @@
 """GPU memory: what each phase of a run will hold, estimated before anything loads, and what a step did hold.
 
 The estimate adds up tensors: weights, optimizer states, gradients, activations, the engine's weights and KV cache. What
-the driver and the libraries take for themselves is OTHER. Activations are counted for a Llama-like block.
+libraries and CUDA graphs take beside them is OTHER. Activations are counted for a Llama-like block.
 """
 
 import json
@@ -177,14 +177,14 @@ def settle(
     table = f"memory of a rank, estimated ({free / GIB:.1f} GiB are free for it):\n" + "\n".join(rows)
     phase, items = max(phases.items(), key=lambda each: sum(each[1].values()))
     need = sum(items.values())
-    if on_cuda and need > (1 - GAPS) * free:
-        gaps = f"\n  tight: gaps between tensors can take {GAPS * free / GIB:.0f} GiB more"
-        table += f"{gaps}; the smaller --max-tokens-per-gpu, the smaller they are"
     if on_cuda and need > (1 + MARGIN) * free:
         raise ValueError(
             f"memory: the {phase} phase needs about {need / GIB:.0f} GiB on each GPU and {free / GIB:.0f} are free "
             f"(most of it {max(items, key=items.get)}); {_remedy(flags, free, plan)}\n{table}"
         )
+    if on_cuda and sum(phases["update"].values()) > (1 - GAPS) * free:
+        gaps = f"gaps between its tensors can take {GAPS * free / GIB:.0f} GiB more"
+        table += f"\n  tight: the update may not fit, {gaps}; a smaller --max-tokens-per-gpu makes room"
     return settled, table
 
 
@@ -219,7 +219,7 @@ def _remedy(flags: dict, free: float, plan: Callable) -> str:
     """The flags which together make room by the estimate, the cheapest first; `plan(**flags)` is settle's."""
 
     def over(**more) -> float:  # bytes too many, over all phases
-        return sum(max(0.0, sum(items.values()) - free) for items in plan(**more)[1].values())
+        return sum(max(0.0, sum(items.values()) - (1 - GAPS) * free) for items in plan(**more)[1].values())
 
     tokens, longest = flags["max_tokens_per_gpu"], flags["max_prompt_len"] + flags["max_response_len"]
     longest *= 2 if "pairs_per_step" in flags else 1
@@ -239,9 +239,10 @@ def _remedy(flags: dict, free: float, plan: Callable) -> str:
             chosen[name] = next(budget for _, budget in budgets if over(**fewer, max_tokens_per_gpu=budget) <= missing)
     words = " ".join(flag(name, chosen) for name in chosen) or "no flag"
     need = max(sum(items.values()) for items in plan(**chosen)[1].values())
-    if need <= (1 + MARGIN) * free:
+    if need <= (1 - GAPS) * free:
         return f"{words} would make room"
-    return f"{words} would leave {need / GIB:.0f} GiB: more GPUs are needed"
+    rest = "which may fit" if need <= (1 + MARGIN) * free else "and more GPUs are needed"
+    return f"{words} would leave {need / GIB:.0f} GiB, {rest}"
 
 
 def ledger(parts: dict, engine, grown: dict[str, float]) -> dict[str, float]:

@@ -62,7 +62,7 @@ def load_config(path: str, flag: str = "--model", head: Literal["lm", "scalar", 
             raise ValueError(f"{name}: {knob} is not computed by the packed head; a Qwen or Llama model works")
     layers = {*(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])}
     if others := layers - {"full_attention", "sliding_attention", "attention"}:
-        rule = f"its {sorted(others)[0]} layers would carry one packed sequence into the next"
+        rule = f"its {sorted(others)[0]} layers are not computed right where sequences are packed"
         raise ValueError(f"{name}: {rule}; a Qwen or Llama model works")
     kinds = config.architectures or []
     is_lm = all(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
@@ -196,9 +196,9 @@ def _load(
         raise ValueError(f"{named(flag, path)}: {type(lm).__name__} takes no attention function; Qwen2 or Llama works")
     model = wrapper(lm, saved_dtype).train(trainable).requires_grad_(trainable)
     for module in model.modules():  # rates are nn.Dropout's p, or floats that forward hands to F.dropout
-        # DETAIL: no dropout, because it would make old and new log-probs differ by noise
+        # DETAIL: no dropout (nor router jitter), because it would make old and new log-probs differ by noise
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or isinstance(module, nn.Dropout)):
+            if isinstance(value, float) and (isinstance(module, nn.Dropout) or "drop" in name or "jitter" in name):
                 setattr(module, name, 0.0)
     if activation_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,4 +1,4 @@
-"""Checks of flag values that mean the same in every script, made before anything loads. `flags`: values by name.
+"""Checks of flag values, made before anything loads. `flags`: values by name, those that the script has.
 
 Every error is a ValueError with flag, value, rule and a value that works.
 """
