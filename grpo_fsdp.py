@@ -228,6 +228,7 @@ class Args:
 
 
 DEFAULTS = {field.name: field.default for field in fields(Args)}
+PARTS = ("policy",)  # what a checkpoint holds
 TINY = {"minibatch_size": 256, "clip_high": 0.28}  # over the values that all scripts share for --model tiny
 
 
@@ -404,7 +405,7 @@ def main(args: Args) -> None:
         return
     with one_line_errors():
         record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
-        checkpoint, done = find_checkpoint(run_dir, args.resume, num_steps, *record)
+        checkpoint, done = find_checkpoint(run_dir, args.resume, num_steps, PARTS, *record)
         with fail_together():
             check_replayed(args.replay, range(done + 1, num_steps + 1), args.temperature)
             open_record(args.record, run_dir)

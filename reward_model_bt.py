@@ -152,6 +152,7 @@ class Args:
 
 
 DEFAULTS = {field.name: field.default for field in fields(Args)}
+PARTS = ("reward_model",)  # what a checkpoint holds
 TINY = {"num_steps": 700, "eval_every": 50, "save_every": 350, "centring_coef": 0.01}  # for --model tiny
 
 
@@ -283,7 +284,7 @@ def main(args: Args) -> None:
         return
     with one_line_errors():
         record = asdict(args), {rows.flag.removeprefix("--"): rows.fingerprint() for rows in filter(len, (data, val))}
-        checkpoint, done = find_checkpoint(run_dir, args.resume, num_steps, *record)
+        checkpoint, done = find_checkpoint(run_dir, args.resume, num_steps, PARTS, *record)
         open_run(run_dir, checkpoint, done, asdict(args), __file__)
 
     with one_line_errors():

@@ -301,6 +301,7 @@ def tmp(tmp_path_factory):
         (tmp / name / "checkpoints/step_1").mkdir(parents=True)
         (tmp / name / "metrics.jsonl").write_text('{"step": 1}\n')
         state = {"step": step, "args": {"lr": 1e-6, "seed": 1}, "data": {"train-files": data}, "files": {}}
+        state["parts"] = ["policy"]
         (tmp / name / "checkpoints/step_1/state.json").write_text(json.dumps(state))
     return tmp
 

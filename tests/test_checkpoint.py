@@ -32,7 +32,9 @@ def run_dir(tmp_path, process_group):
     for step in (2, 4, 10):
         folder = tmp_path / f"checkpoints/step_{step}"
         folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"step": step, "args": ARGS, "data": DATA, "files": {}}))
+        (folder / "state.json").write_text(
+            json.dumps({"step": step, "args": ARGS, "data": DATA, "parts": ["policy"], "files": {}})
+        )
     (tmp_path / "checkpoints/step_11.tmp").mkdir()
     lines = [json.dumps({"step": step, "x": step}) for step in range(12)]
     for name in ("metrics.jsonl", "events.jsonl"):
@@ -40,8 +42,8 @@ def run_dir(tmp_path, process_group):
     return tmp_path
 
 
-def reopen(run_dir, resume, args=ARGS, data=DATA, num_steps=20):
-    found = find_checkpoint(run_dir, resume, num_steps, args, data)
+def reopen(run_dir, resume, args=ARGS, data=DATA, num_steps=20, parts=("policy",)):
+    found = find_checkpoint(run_dir, resume, num_steps, parts, args, data)
     open_run(run_dir, *found, args, str(ROOT / "grpo_fsdp.py"))
     return found
 
@@ -59,13 +61,19 @@ def test_resuming_an_earlier_one_puts_the_later_ones_aside(run_dir):
     assert (run_dir / "checkpoints/step_10.old/state.json").exists()  # nothing is lost
 
 
-def test_a_resume_refused_for_its_flags_or_data_changes_nothing(run_dir):
+def test_a_resume_that_is_refused_changes_nothing(run_dir):
     def files():
         return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
     before, earlier = files(), str(run_dir / "checkpoints/step_4")
-    for more in ({"num_steps": 3}, {"args": ARGS | {"lr": 1.0}}, {"data": dict.fromkeys(DATA, "other")}):
-        with pytest.raises(ValueError, match="--"):
+    refused = {
+        "--num-steps 3: ": {"num_steps": 3},
+        "--lr 1.0: ": {"args": ARGS | {"lr": 1.0}},
+        "--train-files a.parquet: ": {"data": dict.fromkeys(DATA, "other")},
+        "--resume .*: holds policy, and must hold policy and critic": {"parts": ("policy", "critic")},
+    }
+    for words, more in refused.items():
+        with pytest.raises(ValueError, match=words):
             reopen(run_dir, earlier, **more)
     assert files() == before
 

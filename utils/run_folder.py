@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -28,13 +28,16 @@ MAY_DIFFER = {  # flags that a resumed run may change: they do not alter what wa
 }  # fmt: skip
 
 
-def find_checkpoint(run_dir: Path, resume: str, num_steps: int, args: dict, data: dict) -> tuple[Path | None, int]:
+def find_checkpoint(
+    run_dir: Path, resume: str, num_steps: int, parts: Sequence[str], args: dict, data: dict
+) -> tuple[Path | None, int]:
     """The checkpoint that the run goes on from and its step, or None and 0 (collective). It changes nothing.
 
-    Args: args: flag values; data: fingerprints by the name of their flag.
-    Raises: ValueError for a used folder without --resume, a missing checkpoint, or flags or data that may not change.
+    Args: parts: names of what it must hold; args: flag values; data: fingerprints by the name of their flag.
+    Raises: ValueError for a used folder without --resume, a checkpoint that is missing or another script's, or flags or
+        data that may not change.
     """
-    return _by_rank_0(run_dir, lambda: _find_checkpoint(run_dir, resume, num_steps, args, data))
+    return _by_rank_0(run_dir, lambda: _find_checkpoint(run_dir, resume, num_steps, parts, args, data))
 
 
 def open_run(run_dir: Path, checkpoint: Path | None, done: int, args: dict, script: str) -> None:
@@ -84,7 +87,9 @@ def _began_from(run: Path) -> Path | None:
     return Path(named)
 
 
-def _find_checkpoint(run: Path, resume: str, num_steps: int, args: dict, data: dict) -> tuple[Path | None, int]:
+def _find_checkpoint(
+    run: Path, resume: str, num_steps: int, parts: Sequence[str], args: dict, data: dict
+) -> tuple[Path | None, int]:
     checkpoint, step = None, 0
     saved = saved_in(run)
     if resume == "auto":
@@ -104,6 +109,9 @@ def _find_checkpoint(run: Path, resume: str, num_steps: int, args: dict, data: d
     if checkpoint is not None:
         state = checked_state(checkpoint, saved)
         step = state["step"]
+        if state["parts"] != list(parts):
+            rule = f"holds {' and '.join(state['parts'])}, and must hold {' and '.join(parts)}"
+            raise ValueError(f"--resume {checkpoint}: {rule}; one of this script's runs works")
         # a cosine schedule is laid out over all its steps: another number would bend it
         may_differ = MAY_DIFFER - ({"num_steps", "num_epochs"} if args.get("lr_schedule") == "cosine" else set())
         changed = [k for k, v in state["args"].items() if k in args and args[k] != v and k not in may_differ]
