@@ -55,7 +55,7 @@ from utils.dist import (
 from utils.export import export_hf, set_safe_pad
 from utils.guards import check_finite, note
 from utils.memory import plan_memory
-from utils.metrics import Metrics, Progress
+from utils.metrics import Metrics, Progress, wilson
 from utils.model_files import end_of_sequence_ids
 from utils.models import load_config, load_scalar, load_tokenizer, positions_of
 from utils.optim import begin_micro_batch, make_adamw, optimizer_step
@@ -166,14 +166,6 @@ def preference_loss(chosen_b: torch.Tensor, rejected_b: torch.Tensor, margin_b: 
     """
     loss_b = F.softplus(-(chosen_b - rejected_b - margin_b))
     return loss_b + centring_coef * (chosen_b + rejected_b).square()
-
-
-def wilson(right: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share that was right in `right` of `total` cases (Wilson 1927)."""
-    z, p = 1.959964, right / total
-    middle = p + z * z / (2 * total)
-    half = z * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total))
-    return (middle - half) / (1 + z * z / total), (middle + half) / (1 + z * z / total)
 
 
 def held_out_figures(chosen_B: np.ndarray, rejected_B: np.ndarray) -> dict[str, float]:

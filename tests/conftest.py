@@ -13,6 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PhiConfig,
@@ -34,6 +36,7 @@ def make_model(folder: Path, family: str = "qwen2", tie: bool = True, seed: int 
         "phi": (PhiConfig, PhiForCausalLM),
         "gpt2": (GPT2Config, GPT2LMHeadModel),
         "opt": (OPTConfig, OPTForCausalLM),
+        "mixtral": (MixtralConfig, MixtralForCausalLM),
     }[family]
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 261, **sizes}
     config = config_class(

@@ -87,6 +87,13 @@ def compare(process_group, tmp_path, family, tie, options, temperature):
         torch.testing.assert_close(got[name], gradient, atol=2e-5 * scale, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_router_jitter_is_off(process_group, tmp_path):
+    path = make_model(tmp_path / "m", "mixtral", router_jitter_noise=0.5, num_local_experts=4)
+    policy = load_policy(str(path), process_group, master_dtype=torch.float32, compute_dtype=torch.float32)
+    one, other = (policy(pack(SEQUENCES, CPU), 1.0)[0] for _ in range(2))
+    assert torch.equal(one, other)
+
+
 def test_the_window_of_a_sliding_model_matters(process_group, tmp_path):
     """The sliding case above would pass with the window ignored if the window never bit: see that it does."""
     path = make_model(tmp_path / "m", use_sliding_window=True, sliding_window=4, max_window_layers=1)

@@ -12,9 +12,10 @@ from conftest import make_model, sequences
 from test_algorithm import close
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
 
-from reward_model_bt import held_out_figures, preference_loss, wilson
+from reward_model_bt import held_out_figures, preference_loss
 from utils import tiny
 from utils.export import export_hf, set_safe_pad
+from utils.metrics import wilson
 from utils.models import has_scalar_head, load_config, load_scalar
 from utils.packing import pack
 

@@ -3,6 +3,7 @@
 Keys are `family/quantity[_stat]`, families rollout reward policy value rm optim time perf eval data.
 """
 
+import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -115,6 +116,14 @@ def explained_variance(
     mean_2 = over_ranks(pair_2BR.sum((1, 2))) / count
     error, spread = over_ranks(((pair_2BR - mean_2[:, None, None]).square() * mask_BR).sum((1, 2)))
     return 1 - error / spread  # not a number where all returns are the same
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """95 % interval of a share that was right in `right` of `total` cases (Wilson 1927)."""
+    z, p = 1.959964, right / total
+    middle = p + z * z / (2 * total)
+    half = z * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total))
+    return (middle - half) / (1 + z * z / total), (middle + half) / (1 + z * z / total)
 
 
 def mismatch(trainer_BR: torch.Tensor, engine_BR: torch.Tensor, mask_BR: torch.Tensor) -> dict[str, float]:
